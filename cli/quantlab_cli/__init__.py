@@ -1,0 +1,1 @@
+"""The `quantlab` command line: thin click commands over the library."""

@@ -1,0 +1,1 @@
+"""Triton kernels of quantlab, reached through `quantlab.dispatch` at call time."""
