@@ -1,0 +1,280 @@
+"""Load a checkpoint of an adapted family, and say exactly what was loaded.
+
+Everything that can be wrong with a name, a directory, a file or the device is found before a
+weight is read. Loading itself is transformers' own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantlab.errors import RunError, UsageError
+from quantlab.models.checkpoint import (
+    Checkpoint,
+    adapted_family,
+    free_host_bytes,
+    indexed_bytes,
+    read_checkpoint,
+    read_config,
+)
+from quantlab.models.identity import describe, set_time_step_limit, source_identity
+from quantlab.models.registry import FAMILIES, Family
+from quantlab.models.source import Source, fetch, resolve
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Memory that loading needs beside the weights, bytes: the allocator and one layer in flight.
+_LOAD_MARGIN = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A transformers causal language model in eval mode, with its recurrent layers found.
+
+    Attributes:
+        model: the transformers model; text only, for multimodal checkpoints.
+        family: its entry in the registry.
+        tokenizer: transformers tokenizer, or None if the checkpoint brings none.
+        identity: what was loaded and what runs it, for provenance; plain JSON values.
+        recurrent_modules: the recurrent modules in the order they run.
+    """
+
+    model: Any
+    family: Family
+    tokenizer: Any = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    recurrent_modules: tuple[nn.Module, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of recurrent layers."""
+        return len(self.recurrent_modules)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits of a position."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Dtype of the model's activations, that of its embeddings."""
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device the model lives on."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @property
+    def recurrent_shapes(self) -> list[tuple[int, int, int]]:
+        """(H, dv, dk) of every recurrent layer's state."""
+        return [state_shape(self.family, mixer) for mixer in self.recurrent_modules]
+
+
+def state_shape(family: Family, mixer: Any) -> tuple[int, int, int]:
+    """(H, dv, dk) of a recurrent module's state."""
+    if family.op == "gdn":
+        return mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim
+    if family.op == "kda":
+        return mixer.num_heads, mixer.head_dim, mixer.head_dim
+    return mixer.num_heads, mixer.head_dim, mixer.ssm_state_size
+
+
+def adapt(
+    model: Any, *, tokenizer: Any = None, identity: dict[str, Any] | None = None
+) -> LoadedModel:
+    """Wrap a transformers causal model that is in memory already, and put it in eval mode.
+
+    Args:
+        model: a `…ForCausalLM` of an adapted family.
+        tokenizer: kept beside it.
+        identity: provenance to which versions, dtype and op implementation are added.
+
+    Raises:
+        UsageError: if its family is not adapted, or it has no recurrent layer.
+    """
+    model_type = model.config.model_type
+    families = {t: f for f in FAMILIES.values() for t in (f.model_type, *f.config_types)}
+    family = families.get(model_type)
+    if family is None:
+        raise UsageError(
+            f"model type {model_type!r} is not an adapted family; adapted are {', '.join(FAMILIES)}"
+        )
+    mixers = tuple(m for m in model.modules() if type(m).__name__ == family.mixer)
+    if not mixers:
+        raise UsageError(f"this {model_type} model has no recurrent layer: nothing to study")
+    model.eval()
+    loaded = LoadedModel(
+        model=model,
+        family=family,
+        tokenizer=tokenizer,
+        identity=dict(identity or {"name": "in memory", "origin": "memory"}),
+        recurrent_modules=mixers,
+    )
+    loaded.identity.update(describe(loaded))
+    return loaded
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """Return the device.
+
+    Raises:
+        UsageError: if there is no such device here.
+    """
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {device!r}: use cpu, cuda or cuda:<index>") from error
+    if parsed.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise UsageError(f"device {device}: no CUDA device here (torch {torch.__version__})")
+        if parsed.index is not None and parsed.index >= count:
+            raise UsageError(f"device {device}: this machine has {count} CUDA devices")
+    return parsed
+
+
+def parse_dtype(
+    dtype: str | torch.dtype | None, source: Source, checkpoint: Checkpoint, device: torch.device
+) -> torch.dtype:
+    """Choose the dtype of weights and activations.
+
+    None means the checkpoint's own, except that the zoo runs in FP32 on a CPU, where 16-bit
+    products are slow and BF16 activations would only add noise.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is not None:
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}: use {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if source.origin == "zoo" and device.type == "cpu":
+        return torch.float32
+    return _SAFETENSORS_DTYPES.get(checkpoint.main_type, torch.bfloat16)
+
+
+def _require_memory(name: str, need: int, device: torch.device) -> None:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    if need + _LOAD_MARGIN > free:
+        raise RunError(
+            f"{name} does not fit: its weights take {need / 2**30:.1f} GiB, {device} has "
+            f"{free / 2**30:.1f} GiB free"
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and its notes on missing kernels.
+
+    Which implementation runs is recorded in the identity instead.
+    """
+    from transformers.utils import logging as hf_logging
+
+    bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _tokenizer(source: Source, path: Path, vocab_size: int) -> Any:
+    import transformers
+
+    has_files = any(path.glob("tokenizer*")) or any(path.glob("vocab.*"))
+    if has_files:
+        try:
+            return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise RunError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+    # Bytes need no files: id = byte + 3, 256 bytes, 125 sentinels.
+    if source.origin == "zoo" or vocab_size == 384:
+        return transformers.ByT5Tokenizer()
+    return None
+
+
+def load_model(
+    name: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    time_step_limit: tuple[float, float] | None = None,
+) -> LoadedModel:
+    """Load a model of an adapted family.
+
+    Args:
+        name: zoo name, preset, directory or hub id.
+        device: "cpu", "cuda" or "cuda:i".
+        dtype: of weights and activations ("fp32", "bf16", "fp16"); see `parse_dtype`.
+        time_step_limit: Mamba-2 only: the limits of Δ in prefill and decode, instead of the
+            checkpoint's own as transformers reads it. (0.0, inf) is what serving engines use.
+
+    Raises:
+        UsageError: unknown name, device or dtype; no config.json; family not adapted.
+        MissingAsset: the checkpoint, or part of it, is not here and cannot be fetched.
+        RunError: a weight file is corrupt, the model does not fit, or weights are missing in it.
+    """
+    place = parse_device(device)
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}: use {', '.join(DTYPES)}")
+    source = resolve(name)
+    if source.hub_id is not None:
+        # The description alone tells whether the weights are worth fetching.
+        source = fetch(source, weights=False)
+        assert source.path is not None
+        adapted_family(source.path, read_config(source.path))
+        promised = indexed_bytes(source.path)
+        if promised is not None:
+            _require_memory(name, promised, place)
+        source = fetch(source, weights=True)
+    assert source.path is not None
+    checkpoint = read_checkpoint(source.path)
+    chosen = parse_dtype(dtype, source, checkpoint, place)
+    _require_memory(name, checkpoint.bytes_in(chosen.itemsize), place)
+    with quiet_transformers():
+        model = _load(checkpoint, chosen, place)
+        tokenizer = _tokenizer(source, source.path, model.get_output_embeddings().weight.shape[0])
+    loaded = adapt(model, tokenizer=tokenizer, identity=source_identity(source, checkpoint))
+    if time_step_limit is not None:
+        set_time_step_limit(loaded, time_step_limit)
+    return loaded
+
+
+def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if wrong:
+        raise RunError(
+            f"{checkpoint.path}: {len(wrong)} weights of {type(model).__name__} are missing or "
+            f"of another shape and would be random (the first is {wrong[0]})"
+        )
+    return model.to(device).eval()
