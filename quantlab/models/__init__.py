@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantlab.models.check import CheckReport, CheckRow, check_model, load_checked
     from quantlab.models.dispatch import Handler, OpCall, Replacement, counted, replaced
     from quantlab.models.forward import (
         cache_keyword,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quantlab.models.source import Source, known_names, resolve
 
 _HOME = {
+    "check": ("CheckReport", "CheckRow", "check_model", "load_checked"),
     "dispatch": ("Handler", "OpCall", "Replacement", "counted", "replaced"),
     "forward": ("cache_keyword", "forward_hidden", "head", "new_cache", "takes_positions"),
     "load": ("LoadedModel", "adapt", "load_model"),
@@ -35,6 +37,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "FAMILIES",
     "PRESETS",
+    "CheckReport",
+    "CheckRow",
     "Family",
     "Handler",
     "LoadedModel",
@@ -43,10 +47,12 @@ __all__ = [
     "Source",
     "adapt",
     "cache_keyword",
+    "check_model",
     "counted",
     "forward_hidden",
     "head",
     "known_names",
+    "load_checked",
     "load_model",
     "new_cache",
     "replaced",

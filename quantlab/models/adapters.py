@@ -59,8 +59,8 @@ def _beta(site: Site, beta: Tensor) -> Tensor:
     Source: the projection's logits as the hook on it kept them. Where the family has no entry
     for it, beta is used as given.
     """
-    logits = site.write_logits
-    if logits is None or beta.dtype in (torch.float32, torch.float64):
+    logits, site.given_beta = site.write_logits, beta
+    if logits is None or site.write_gate == "activation" or _wide(beta) is beta:
         return _wide(beta)
     mixer: Any = site.mixer
     if site.family.write_projection == "in_proj_ba":

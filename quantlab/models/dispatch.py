@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,11 @@ class OpCall:
 Handler = Callable[[OpCall], tuple[Tensor, Tensor | None]]
 
 
+# How beta reaches the handler: its sigmoid formed in FP32, or as transformers formed it, in the
+# activations' dtype (serving kernels differ in this; the error enters the state once a token).
+WriteGate = Literal["fp32", "activation"]
+
+
 @dataclass(slots=True, kw_only=True)
 class Site:
     """One recurrent layer while its forward runs under `replaced` or `counted`."""
@@ -59,9 +64,12 @@ class Site:
     mixer: nn.Module
     family: Family
     handler: Handler | None = None
+    write_gate: WriteGate = "fp32"
     calls: int = 0
-    # Of the forward in progress: the write gate's logits, and the dtype op outputs are cast to.
+    # Of the forward in progress: the write gate's logits, the beta transformers made of them, and
+    # the dtype op outputs are cast to.
     write_logits: Tensor | None = None
+    given_beta: Tensor | None = None
     output_dtype: torch.dtype | None = None
     # Read-outs beyond the range of FP16 activations, counted lazily on the device.
     overflows: Tensor | None = field(default=None)
@@ -152,11 +160,13 @@ def _cast_after_norm(site: Site) -> Callable[..., Tensor | None]:
 
 
 @contextmanager
-def _hooked(m: LoadedModel, handler: Handler | None) -> Iterator[list[Site]]:
+def _hooked(
+    m: LoadedModel, handler: Handler | None, write_gate: WriteGate = "fp32"
+) -> Iterator[list[Site]]:
     for name in m.family.functions:
         original(m.family, name)
     sites = [
-        Site(layer=i, mixer=mixer, family=m.family, handler=handler)
+        Site(layer=i, mixer=mixer, family=m.family, handler=handler, write_gate=write_gate)
         for i, mixer in enumerate(m.recurrent_modules)
     ]
     with ExitStack() as stack:
@@ -202,7 +212,9 @@ class Replacement:
 
 
 @contextmanager
-def replaced(m: LoadedModel, handler: Handler) -> Iterator[Replacement]:
+def replaced(
+    m: LoadedModel, handler: Handler, *, write_gate: WriteGate = "fp32"
+) -> Iterator[Replacement]:
     """Run the recurrent layers of `m` with `handler` in the place of transformers' op.
 
     The D skip, the output gate inside the op, dtypes and layouts are handled here; the read-out
@@ -211,6 +223,7 @@ def replaced(m: LoadedModel, handler: Handler) -> Iterator[Replacement]:
     Args:
         m: a loaded model in eval mode.
         handler: receives every op call; see `Handler`.
+        write_gate: "fp32", or "activation" to study what rounding the write gate to 16 bits does.
 
     Yields:
         Counts of what happened, readable at any time.
@@ -218,7 +231,7 @@ def replaced(m: LoadedModel, handler: Handler) -> Iterator[Replacement]:
     Raises:
         UsageError: inside, if the model is in training mode or a row is padded on the right.
     """
-    with _hooked(m, handler) as sites:
+    with _hooked(m, handler, write_gate) as sites:
         yield Replacement(sites)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantlab.errors import RunError, UsageError
+from quantlab.errors import MissingAsset, RunError, UsageError
 from quantlab.models.checkpoint import (
     Checkpoint,
     adapted_family,
@@ -27,7 +27,7 @@ from quantlab.models.checkpoint import (
 )
 from quantlab.models.identity import describe, set_time_step_limit, source_identity
 from quantlab.models.registry import FAMILIES, Family
-from quantlab.models.source import Source, fetch, resolve
+from quantlab.models.source import Source, fetch, missing, resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_DTYPES = {
@@ -249,7 +249,10 @@ def load_model(
             _require_memory(name, promised, place)
         source = fetch(source, weights=True)
     assert source.path is not None
-    checkpoint = read_checkpoint(source.path)
+    try:
+        checkpoint = read_checkpoint(source.path)
+    except MissingAsset as error:
+        raise (missing(source, str(error)) if source.hub_id else error) from error
     chosen = parse_dtype(dtype, source, checkpoint, place)
     _require_memory(name, checkpoint.bytes_in(chosen.itemsize), place)
     with quiet_transformers():
