@@ -1,0 +1,306 @@
+"""Run a KL study, or go on with one that was killed."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.csv
+
+from quantlab.data import Streams, check_data, load_streams
+from quantlab.errors import QuantlabError, RunError, UsageError
+from quantlab.metrics.positions import WINDOW, lengths, measured_positions
+from quantlab.study.backend import Backend
+from quantlab.study.batch import run_batch
+from quantlab.study.progress import Progress, Silent
+from quantlab.study.provenance import provenance
+from quantlab.study.result import Result, load_result
+from quantlab.study.rows import SCHEMA_VERSION, merge
+from quantlab.study.spec import SPEC_VERSION, KlSpec, differences
+from quantlab.study.store import RunDirectory
+
+if TYPE_CHECKING:
+    from quantlab.models import LoadedModel
+
+# Seconds between two saves of the engine's state within a batch: what a kill can cost.
+CHECKPOINT_SECONDS = 120.0
+
+
+class Interrupted(QuantlabError):
+    """The user stopped a run that can go on."""
+
+    exit_code = 130
+
+
+def run_kl(
+    spec: KlSpec,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    command: Sequence[str] | None = None,
+) -> Result:
+    """Measure KL, NLL and agreement of every policy, into a run directory.
+
+    Args:
+        spec: the study.
+        out: the run directory.
+        resume: go on with the run that is there, if any; the same spec is required.
+        progress: told how far it is.
+        backend: models and engine.
+        checkpoint_seconds: time between saves within a batch.
+        command: recorded as how this was started.
+
+    Returns:
+        The result, read back from the directory. With failed cells, `failed` lists them; they are
+        tried again by resuming.
+
+    Raises:
+        UsageError: the directory holds another run, or the spec does not fit model or data.
+        MissingAsset: model or data are not here.
+        RunError: everything failed, the disk is full, or a file is damaged.
+        Interrupted: on SIGINT; resuming goes on.
+    """
+    progress, backend = progress or Silent(), backend or Backend()
+    directory = RunDirectory(Path(out))
+    check_data(spec.data)
+    directory.prepare(resume=resume)
+    with directory.locked():
+        directory.sweep()
+        recorded = directory.read_json(directory.spec_file)
+        if recorded:
+            _same(directory, "spec", recorded.get("spec", {}), spec.to_json())
+            if directory.finished:
+                progress.note(f"{directory.path} is finished already: nothing to compute")
+                directory.drop_parts()
+                return load_result(directory.path)
+        session = _Session(directory, progress, command)
+        try:
+            failed = _run(directory, spec, recorded, session, backend, checkpoint_seconds)
+        except KeyboardInterrupt:
+            session.end("interrupted")
+            directory.discard_unstarted()
+            raise Interrupted(
+                f"interrupted; what was measured is in {directory.path}, and the same command "
+                "with --resume goes on from there"
+            ) from None
+        except BaseException:
+            session.end("failed")
+            directory.discard_unstarted()
+            raise
+        session.end("failed cells" if failed else "finished", failed)
+    result = load_result(directory.path)
+    if not failed:
+        directory.drop_parts()
+    return result
+
+
+class _Session:
+    """One stretch of computing, as recorded in run.json."""
+
+    def __init__(
+        self, directory: RunDirectory, progress: Progress, command: Sequence[str] | None
+    ) -> None:
+        self.directory, self.progress = directory, progress
+        self.clock = time.monotonic()
+        self.earlier: list[Any] = list(directory.read_json(directory.run_file).get("sessions", []))
+        self.record: dict[str, Any] = {
+            "started": _now(),
+            "command": list(command) if command is not None else list(sys.argv),
+        }
+
+    def begin(self, device: str) -> None:
+        """Record under what it runs, once that is known."""
+        self.record["made_with"] = provenance(device)
+        self._write("running", [])
+
+    def end(self, state: str, failed: Sequence[dict[str, Any]] = ()) -> None:
+        """Record how it ended; a disk that is full must not hide the error that said so."""
+        seconds = round(time.monotonic() - self.clock, 1)
+        self.record |= {"ended": _now(), "seconds": seconds, "state": state}
+        if "made_with" in self.record:  # else nothing has been started
+            with suppress(RunError):
+                self._write(state, failed)
+
+    def _write(self, state: str, failed: Sequence[dict[str, Any]]) -> None:
+        sessions = [*self.earlier, self.record]
+        value = {"state": state, "failed": list(failed), "sessions": sessions}
+        self.directory.write_json(self.directory.run_file, value)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _run(
+    directory: RunDirectory,
+    spec: KlSpec,
+    recorded: dict[str, Any],
+    session: _Session,
+    backend: Backend,
+    checkpoint_seconds: float,
+) -> list[dict[str, Any]]:
+    tokenizer = backend.tokenizer(spec)
+    streams = _streams(spec, tokenizer) if tokenizer is not None else None
+    m = backend.load(spec)
+    if streams is None:
+        if m.tokenizer is None:
+            raise UsageError(f"{spec.model} brings no tokenizer, and --data are text")
+        streams = _streams(spec, m.tokenizer)
+    record = _record(spec, recorded, m, streams, backend, session.progress)
+    if recorded:
+        _same(directory, "data", recorded.get("data", {}), record["data"])
+        _same_model(directory, recorded.get("model", {}), record["model"])
+    else:
+        directory.write_json(directory.spec_file, record)
+    session.begin(spec.device)
+    batches: list[list[int]] = record["plan"]["stream_batches"]
+    positions = measured_positions(spec.tokens)
+    names = [s.name for s in streams.streams]
+    total = spec.tokens * sum(map(len, batches))
+    waiting = [i for i in range(len(batches)) if not directory.done_file(i).exists()]
+    finished = total - spec.tokens * sum(len(batches[i]) for i in waiting)
+    session.progress.start(total, finished)
+    failed: list[dict[str, Any]] = []
+    for index in waiting:
+        batch = batches[index]
+
+        def advance(done: int, before: int = finished, width: int = len(batch)) -> None:
+            session.progress.advance(before + done * width)
+
+        try:
+            forcing = backend.forcing(
+                m,
+                spec,
+                streams.tokens[batch],
+                streams=batch,
+                positions=positions,
+                segment=record["plan"]["segment"],
+            )
+            run_batch(
+                directory,
+                spec,
+                index,
+                forcing,
+                streams=batch,
+                stream_names=[names[s] for s in batch],
+                positions=positions,
+                advance=advance,
+                note=session.progress.note,
+                checkpoint_seconds=checkpoint_seconds,
+            )
+        except Exception as error:
+            if _out_of_memory(error):
+                error = RunError(
+                    f"out of memory with {record['plan']['rows']} rows in a batch and segments of "
+                    f"{record['plan']['segment']}: give a smaller --batch-rows or --segment, and "
+                    f"another --out ({str(error).splitlines()[0]})"
+                )
+            if isinstance(error, OSError | QuantlabError) or len(failed) + 1 == len(batches):
+                raise error
+            text = f"{type(error).__name__}: {error}"
+            failed.append({"batch": index, "streams": batch, "error": text})
+            session.progress.note(f"streams {batch} failed ({text}); going on with the others")
+            log = "".join(traceback.format_exception(error))
+            directory.write(directory.path / f"failed-{index:04d}.log", log.encode())
+        finished += spec.tokens * len(batch)
+    if failed and not any(directory.done_file(i).exists() for i in range(len(batches))):
+        raise RunError(f"every batch failed; the first with {failed[0]['error']}")
+    rows = merge(directory.read_parts(), spec)
+    directory.write_table(directory.rows_file, rows)
+    write_summary(directory, load_result(directory.path))
+    return failed
+
+
+def write_summary(directory: RunDirectory, result: Result) -> None:
+    """Write summary.csv."""
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.csv.write_csv(result.summary, sink)
+    directory.write(directory.summary_file, sink.getvalue().to_pybytes())
+
+
+def _out_of_memory(error: Exception) -> bool:
+    import torch
+
+    # torch has no class for a CPU allocation that failed
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _streams(spec: KlSpec, tokenizer: Any) -> Streams:
+    return load_streams(
+        spec.data,
+        tokenizer=tokenizer,
+        streams=spec.streams,
+        tokens=spec.tokens,
+        prompt=spec.prompt,
+    )
+
+
+def _record(
+    spec: KlSpec,
+    recorded: dict[str, Any],
+    m: LoadedModel,
+    streams: Streams,
+    backend: Backend,
+    progress: Progress,
+) -> dict[str, Any]:
+    """spec.json. A resumed run keeps the recorded plan, so that it re-forms the same batches."""
+    plan = recorded.get("plan")
+    if plan is None:
+        made = backend.plan(m, spec, len(streams.streams))
+        plan = {
+            "stream_batches": made.stream_batches,
+            "segment": made.segment,
+            "rows": made.rows,
+            "bytes": made.bytes,
+        }
+    made_with = provenance(spec.device)
+    before = recorded.get("made_with", made_with)
+    changed = differences(
+        {"git": before.get("git"), "versions": before.get("versions")},
+        {"git": made_with["git"], "versions": made_with["versions"]},
+    )
+    if changed:
+        progress.note(f"resuming under other code than the run began with ({changed})")
+    return {
+        "study": "kl",
+        "spec_version": SPEC_VERSION,
+        "rows_schema": SCHEMA_VERSION,
+        "spec": spec.to_json(),
+        "model": m.identity,
+        "data": streams.provenance(),
+        "plan": plan,
+        "lengths": list(lengths(spec.tokens)),
+        "window": WINDOW,
+        "made_with": made_with,
+    }
+
+
+def _same(directory: RunDirectory, what: str, recorded: Any, now: Any) -> None:
+    found = differences(recorded, now)
+    if found:
+        raise UsageError(
+            f"{directory.path} holds a run with another {what}, so it cannot be resumed as this "
+            f"one: {found}"
+        )
+
+
+def _same_model(directory: RunDirectory, recorded: dict[str, Any], now: dict[str, Any]) -> None:
+    # Where the files lie may change; what they are may not.
+    ignored = ("path", "name")
+    _same(
+        directory,
+        "model",
+        {k: v for k, v in recorded.items() if k not in ignored},
+        {k: v for k, v in now.items() if k not in ignored},
+    )
