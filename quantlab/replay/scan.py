@@ -1,0 +1,348 @@
+"""The windowed scan: decoding's rounding at prefill's speed.
+
+Under teacher forcing all tokens of a segment are known. The scan walks them window by window and
+rounds exactly where decoding would (`papers/replayssm.md`, algorithms 1, 2, 4, 5, and their
+re-derivation for two copies); `stepwise` is its oracle.
+
+Rounding points: the post-prefill state and every flushed state, into each stored copy from the
+unrounded one; records on append (`records`). Nothing else: sums are FP32 (FP64 for FP64 inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantlab.recurrence import OpInputs, exact_scan
+from quantlab.recurrence.layout import uncut
+from quantlab.replay.draws import Draws
+from quantlab.replay.lane import Lane, LaneKind, stores_exactly
+from quantlab.replay.policy import DEFAULT_WINDOW, Policy
+
+# Elements of one [W, B, L, dk] tensor of a lane's plan, of which about eight live at once, for
+# every lane.
+PLAN_ELEMENTS = 1 << 20
+
+
+@dataclass(slots=True)
+class Group:
+    """Lanes of one window length: they flush together.
+
+    Attributes:
+        window: L.
+        lanes: by what they store.
+        phase: h, records in the open windows.
+        flush: index of the next store.
+        position: tokens consumed since the prompt.
+    """
+
+    window: int
+    lanes: list[Lane]
+    phase: int = 0
+    flush: int = 0
+    position: int = 0
+
+
+@dataclass(slots=True)
+class ScanState:
+    """All that one layer carries from segment to segment.
+
+    Attributes:
+        groups: copies, open records, phases and flush indices.
+        diverged_at: [rows] int64, the first position whose stored state was not finite, −1 for
+            none; 0 is the post-prefill store.
+    """
+
+    groups: list[Group]
+    diverged_at: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors by name; copies, not views."""
+        named = {"diverged_at": self.diverged_at.clone()}
+        for g, group in enumerate(self.groups):
+            counters = [group.window, group.phase, group.flush, group.position]
+            named[f"{g}.counters"] = torch.tensor(counters, dtype=torch.int64)
+            for i, lane in enumerate(group.lanes):
+                for name, x in lane.tensors().items():
+                    named[f"{g}.{i}.{name}"] = x.clone()
+        return named
+
+    def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict` of a scan with the same policies, streams and shapes.
+
+        Raises:
+            ValueError: it is of other policies.
+        """
+        device = self.diverged_at.device
+        windows = [int(named[f"{g}.counters"][0]) for g in range(_count(named))]
+        if windows != [group.window for group in self.groups]:
+            raise ValueError(
+                f"the saved state has windows {windows}, the policies here need "
+                f"{[group.window for group in self.groups]}"
+            )
+        for g, group in enumerate(self.groups):
+            counters = named[f"{g}.counters"].tolist()
+            _, group.phase, group.flush, group.position = counters
+            for i, lane in enumerate(group.lanes):
+                prefix = f"{g}.{i}."
+                lane.load(
+                    {
+                        name.removeprefix(prefix): x.to(device)
+                        for name, x in named.items()
+                        if name.startswith(prefix)
+                    }
+                )
+        self.diverged_at.copy_(named["diverged_at"])
+
+
+class WindowedScan:
+    """One recurrent layer's scan for a batch of policies × streams.
+
+    Rows are policies × streams: row = policy · n_streams + stream. Conventional policies whose
+    store changes nothing (FP32) are scanned on the window grid of the others: without a rounding
+    there is nothing that would make L = 1 differ but the order of additions.
+
+    Args:
+        policies: any mix of kinds, formats and windows.
+        streams: [n_streams] global stream ids; they key the random draws.
+        layer: ordinal of the recurrent layer, likewise.
+        seed: 64-bit seed, likewise.
+    """
+
+    def __init__(
+        self, policies: Sequence[Policy], streams: Tensor, *, layer: int, seed: int
+    ) -> None:
+        if not policies or streams.ndim != 1 or streams.numel() == 0:
+            raise ValueError("a scan needs at least one policy and streams [n_streams], n ≥ 1")
+        self.policies = tuple(policies)
+        self.streams = streams
+        self.layer = layer
+        self.seed = seed
+        self.carried: ScanState | None = None
+        self._saved: dict[str, Tensor] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Policies × streams."""
+        return len(self.policies) * self.streams.numel()
+
+    @property
+    def diverged_at(self) -> Tensor:
+        """[rows] int64: first position whose stored state was not finite, −1 for none.
+
+        Position 0 is the post-prefill store. A store is checked through the sum of its elements,
+        so a state whose sum leaves FP32's range counts as well. Conventional FP32 rows are
+        checked at the ends of the windows they are scanned in.
+        """
+        if self.carried is None:
+            return torch.full((self.n_rows,), -1, device=self.streams.device)
+        return self.carried.diverged_at
+
+    @torch.inference_mode()
+    def prefill(self, inputs: OpInputs) -> Tensor:
+        """Consume the prompt exactly, then store its state once: flush 0, phase h = 0.
+
+        Args:
+            inputs: the prompt, all rows.
+
+        Returns:
+            Outputs [rows, T, H, dv], FP32 (FP64 for FP64 inputs).
+        """
+        self._check(inputs)
+        o, state = exact_scan(inputs)
+        self.start(state, inputs)
+        return o
+
+    @torch.inference_mode()
+    def start(self, state: Tensor, inputs: OpInputs) -> None:
+        """Begin decoding from an unrounded state [rows, H, dv, dk]: store it as flush 0.
+
+        Args:
+            state: left as it was.
+            inputs: any of the layer's inputs; dtypes and shapes are looked at.
+        """
+        self._check(inputs)
+        self.carried = carried = self._build(inputs)
+        for group in carried.groups:
+            draws = self._draws(0, inputs)
+            for lane in group.lanes:
+                lane.start(state[lane.rows], draws)
+                _mark(carried.diverged_at, lane.rows, [lane.sums()], first=0)
+            group.flush = 1
+
+    @torch.inference_mode()
+    def __call__(self, inputs: OpInputs) -> Tensor:
+        """Consume the next T ≥ 1 tokens of all rows.
+
+        Returns:
+            Outputs [rows, T, H, dv], FP32 (FP64 for FP64 inputs).
+        """
+        self._check(inputs)
+        carried = self._carried(inputs)
+        shape = (inputs.n_rows, inputs.steps, inputs.heads, inputs.dv)
+        o = torch.empty(shape, dtype=inputs.compute_dtype, device=inputs.v.device)
+        for group in carried.groups:
+            for start, stop in _pieces(group, inputs):
+                if stop - start < group.window or group.phase:
+                    self._part(group, inputs, o, start, stop)
+                else:
+                    self._whole(group, inputs, o, start, stop)
+        return o
+
+    def state(self) -> Tensor:
+        """Return the current state per row, open windows replayed: [rows, H, dv, dk].
+
+        At h = 0 this is the stored recurrence copy; else what a flush now would store, before
+        its cast.
+        """
+        if self.carried is None:
+            raise RuntimeError("no state yet: call prefill first")
+        lanes = [lane for group in self.carried.groups for lane in group.lanes]
+        first = lanes[0].recur
+        out = first.new_empty((self.n_rows, *first.shape[1:]))
+        for lane in lanes:
+            out[lane.rows] = lane.state()
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that later segments depend on."""
+        if self.carried is None:
+            raise RuntimeError("no state yet: call prefill first")
+        return self.carried.state_dict()
+
+    def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict` of a scan with the same arguments.
+
+        Before the first call the tensors wait for it: only inputs tell record types and shapes.
+        """
+        if self.carried is None:
+            self._saved = dict(named)
+        else:
+            self.carried.load_state_dict(named)
+
+    def _carried(self, inputs: OpInputs) -> ScanState:
+        if self.carried is None:
+            if self._saved is None:
+                raise RuntimeError("call prefill (or load_state_dict) before decoding")
+            self.carried = self._build(inputs)
+            self.carried.load_state_dict(self._saved)
+            self._saved = None
+        return self.carried
+
+    def _check(self, inputs: OpInputs) -> None:
+        if inputs.n_rows != self.n_rows:
+            raise ValueError(
+                f"{len(self.policies)} policies × {self.streams.numel()} streams need "
+                f"{self.n_rows} rows, got {inputs.n_rows}"
+            )
+        if torch.get_float32_matmul_precision() != "highest":
+            raise RuntimeError(
+                "matrix products must be full FP32: torch.set_float32_matmul_precision('highest')"
+            )
+
+    def _build(self, inputs: OpInputs) -> ScanState:
+        """Sort policies into lanes and lanes into groups."""
+        grid = common_window(self.policies)
+        members: dict[LaneKind, list[int]] = {}
+        for index, policy in enumerate(self.policies):
+            members.setdefault(LaneKind.of(policy, inputs, grid), []).append(index)
+        groups: dict[int, Group] = {}
+        for kind, indices in members.items():
+            exact = stores_exactly(kind.recur, inputs)
+            lane = Lane(kind, indices, self.streams, exact=exact)
+            groups.setdefault(kind.window, Group(kind.window, [])).lanes.append(lane)
+        diverged = torch.full((self.n_rows,), -1, device=inputs.v.device)
+        return ScanState(list(groups.values()), diverged)
+
+    def _draws(self, flush: int, inputs: OpInputs) -> Draws:
+        return Draws(
+            seed=self.seed,
+            layer=self.layer,
+            streams=self.streams,
+            flush=flush,
+            state_shape=(inputs.heads, inputs.dv, inputs.dk),
+            device=inputs.v.device,
+        )
+
+    def _whole(self, group: Group, inputs: OpInputs, o: Tensor, start: int, stop: int) -> None:
+        piece = inputs.slice(start, stop)
+        plans = [lane.plan(piece.rows(lane.rows)) for lane in group.lanes]
+        sums: list[list[Tensor]] = [[] for _ in group.lanes]
+        count = (stop - start) // group.window
+        for w in range(count):
+            draws = self._draws(group.flush + w, inputs)
+            for lane, plan, checks in zip(group.lanes, plans, sums, strict=True):
+                lane.run(plan, w, draws)
+                checks.append(lane.sums())
+        length = group.window
+        assert self.carried is not None
+        diverged_at = self.carried.diverged_at
+        for lane, plan, checks in zip(group.lanes, plans, sums, strict=True):
+            o[lane.rows, start:stop] = uncut(plan.outputs(), inputs.heads)
+            _mark(diverged_at, lane.rows, checks, first=group.position + length, stride=length)
+        group.flush += count
+        group.position += count * length
+
+    def _part(self, group: Group, inputs: OpInputs, o: Tensor, start: int, stop: int) -> None:
+        piece = inputs.slice(start, stop)
+        group.phase += stop - start
+        group.position += stop - start
+        flushes = group.phase == group.window
+        draws = self._draws(group.flush, inputs) if flushes else None
+        assert self.carried is not None
+        for lane in group.lanes:
+            out = lane.part(piece.rows(lane.rows), draws)
+            o[lane.rows, start:stop] = uncut(out, inputs.heads)
+            if flushes:
+                _mark(self.carried.diverged_at, lane.rows, [lane.sums()], first=group.position)
+        if flushes:
+            group.phase = 0
+            group.flush += 1
+
+
+def common_window(policies: Sequence[Policy]) -> int:
+    """Return the window grid on which policies without any rounding are scanned."""
+    windows = [policy.window for policy in policies if policy.window > 1]
+    return max(set(windows), key=windows.count) if windows else DEFAULT_WINDOW
+
+
+def _pieces(group: Group, inputs: OpInputs) -> Iterator[tuple[int, int]]:
+    """Cut T steps where windows begin or plans would grow too large.
+
+    The group's phase is read as the pieces are consumed.
+    """
+    batch = max(lane.n_rows for lane in group.lanes) * inputs.heads
+    per_window = batch * group.window * max(inputs.dk, inputs.dv)
+    most = max(1, PLAN_ELEMENTS // per_window)
+    start = 0
+    while start < inputs.steps:
+        left = inputs.steps - start
+        whole = 0 if group.phase else min(left // group.window, most)
+        length = whole * group.window or min(left, group.window - group.phase)
+        yield start, start + length
+        start += length
+
+
+def _mark(
+    diverged_at: Tensor,
+    rows: slice | Tensor,
+    sums: Sequence[Tensor],
+    *,
+    first: int,
+    stride: int = 1,
+) -> None:
+    """Note the earliest store whose sums [rows] are not finite; store i is at first + i·stride."""
+    bad = ~torch.isfinite(torch.stack(list(sums)))
+    at = first + stride * bad.int().argmax(0)
+    known = diverged_at[rows]
+    diverged_at[rows] = torch.where((known < 0) & bad.any(0), at, known)
+
+
+def _count(named: Mapping[str, Tensor]) -> int:
+    count = 0
+    while f"{count}.counters" in named:
+        count += 1
+    return count
