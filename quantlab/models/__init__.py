@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantlab.models.check import CheckReport, CheckRow, check_model, load_checked
+    from quantlab.models.check import check_model, load_checked
+    from quantlab.models.check_report import CheckReport, CheckRow
     from quantlab.models.dispatch import Handler, OpCall, Replacement, counted, replaced
     from quantlab.models.forward import (
         cache_keyword,
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
         new_cache,
         takes_positions,
     )
-    from quantlab.models.load import LoadedModel, adapt, load_model
+    from quantlab.models.load import load_model
+    from quantlab.models.loaded import LoadedModel, adapt
     from quantlab.models.presets import PRESETS
     from quantlab.models.registry import FAMILIES, Family
     from quantlab.models.source import Source, known_names, resolve
 
 _HOME = {
-    "check": ("CheckReport", "CheckRow", "check_model", "load_checked"),
+    "check": ("check_model", "load_checked"),
+    "check_report": ("CheckReport", "CheckRow"),
     "dispatch": ("Handler", "OpCall", "Replacement", "counted", "replaced"),
     "forward": ("cache_keyword", "forward_hidden", "head", "new_cache", "takes_positions"),
-    "load": ("LoadedModel", "adapt", "load_model"),
+    "load": ("load_model",),
+    "loaded": ("LoadedModel", "adapt"),
     "presets": ("PRESETS",),
     "registry": ("FAMILIES", "Family"),
     "source": ("Source", "known_names", "resolve"),

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantlab.errors import RunError
 from quantlab.models import forward
+from quantlab.models.check_report import CheckReport, CheckRow
 from quantlab.models.dispatch import OpCall, counted, replaced
-from quantlab.models.load import LoadedModel, load_model, quiet_transformers
+from quantlab.models.load import load_model, quiet_transformers
+from quantlab.models.loaded import LoadedModel
 from quantlab.recurrence.sequence import exact_scan
 
 ROWS = 2
@@ -31,59 +31,6 @@ HISTORY_BOUND = 1e-4
 # A lost history must move the logits by this many bounds, or the check could not see it.
 POWER = 4.0
 _CHUNK = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRow:
-    """One check.
-
-    Attributes:
-        name: what was compared.
-        value: what was measured.
-        bound: what it is compared with.
-        passed: the verdict.
-        detail: the measure's unit, or the error that stopped the check.
-    """
-
-    name: str
-    value: float
-    bound: float
-    passed: bool
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
-    """All checks of one model.
-
-    Attributes:
-        model: its name.
-        rows: one per check, in the order they ran.
-    """
-
-    model: str
-    rows: tuple[CheckRow, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every check passed."""
-        return all(row.passed for row in self.rows)
-
-    def table(self) -> str:
-        """Lay the checks out as text, one a line."""
-        width = max(len(row.name) for row in self.rows)
-        return "\n".join(
-            f"{'ok  ' if r.passed else 'FAIL'}  {r.name:<{width}}  {r.value:9.2g}  "
-            f"(bound {r.bound:.2g})  {r.detail}".rstrip()
-            for r in self.rows
-        )
-
-    def raise_if_failed(self) -> None:
-        """Raise RunError with the table if a check failed."""
-        if not self.passed:
-            raise RunError(
-                f"{self.model} fails its self-test; results would be wrong:\n{self.table()}"
-            )
 
 
 @contextmanager
@@ -112,10 +59,13 @@ def op_bound(m: LoadedModel) -> float:
     round the output and what follows it, about 16 roundings a layer: 2 u' √(16 layers) with
     u' = 2⁻⁹ (BF16) or 2⁻¹² (FP16). The seen values are 5 to 20 times smaller; a tiled head, a
     transposed state or a missing skip exceed the bounds 100 times and more in FP32, 5 times in
-    BF16.
+    BF16. Where transformers bound another package's kernels, those may multiply in TF32, with a
+    unit of 2⁻¹¹ for every product of a read-out: 4 · 2⁻¹¹ √layers.
     """
     dk = max(shape[2] for shape in m.recurrent_shapes)
     summed = 4 * 2.0**-24 * math.sqrt(_CHUNK * dk * m.layers)
+    if m.identity.get("op_implementation") != "torch":
+        summed += 4 * 2.0**-11 * math.sqrt(m.layers)
     if m.activation_dtype.itemsize > 2:
         return summed
     depth = int(m.model.config.get_text_config().num_hidden_layers)

@@ -23,7 +23,7 @@ from quantlab.errors import UsageError
 from quantlab.models.registry import Family
 
 if TYPE_CHECKING:
-    from quantlab.models.load import LoadedModel
+    from quantlab.models.loaded import LoadedModel
     from quantlab.recurrence.inputs import OpInputs
 
 

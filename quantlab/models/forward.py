@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantlab.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantlab.models.load import LoadedModel
+    from quantlab.models.loaded import LoadedModel
 
 # Names the cache argument has had, newest first. A wrong one is swallowed by **kwargs: the history
 # is dropped without an error, which is why it is read off the signature.

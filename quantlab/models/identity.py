@@ -15,7 +15,7 @@ from quantlab.models.registry import Family
 from quantlab.models.source import Source
 
 if TYPE_CHECKING:
-    from quantlab.models.load import LoadedModel
+    from quantlab.models.loaded import LoadedModel
 
 # What must be equal in two runs before their logits may be compared.
 COMPARED = (

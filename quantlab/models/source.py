@@ -59,12 +59,18 @@ def resolve(name: str) -> Source:
         name: zoo name, preset, directory, or hub id (`organisation/name`).
 
     Raises:
-        UsageError: for a directory without config.json, or a name that is none of these (with
-            the nearest match and the known names).
+        UsageError: for a name that is none of these (with the nearest match and the known names).
+        MissingAsset: for a zoo name whose checkpoint was not installed.
     """
     zoo = _zoo()
     if name in zoo:
-        return Source(name=name, origin="zoo", path=Path(zoo[name].path))
+        home = Path(zoo[name].path)
+        if not (home / "config.json").is_file():
+            raise MissingAsset(
+                f"{name} belongs to the embedded zoo but is not in this installation (looked in "
+                f"{home}): install quantlab from a complete source tree or wheel"
+            )
+        return Source(name=name, origin="zoo", path=home)
     if name in PRESETS:
         return Source(name=name, origin="preset", hub_id=PRESETS[name].hub_id)
     path = Path(name).expanduser()

@@ -49,6 +49,7 @@ def test_lost_history_of_multi_token_steps_is_caught(family, dtype):
 
 
 @BOTH
+@pytest.mark.filterwarnings("ignore:Both `cache_params` and `cache`:FutureWarning")
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
 def test_wrong_cache_keyword_is_caught(family, dtype, monkeypatch):
     """Mutant: the name of another version, swallowed by **kwargs without an error."""

@@ -90,6 +90,16 @@ def test_loaded_model_properties():
     assert tiny("kimi_linear").recurrent_shapes == [(4, 16, 16)] * 3
 
 
+def test_every_public_name_exists():
+    import quantlab.models
+
+    assert sorted(quantlab.models.__all__) == sorted(set(quantlab.models.__all__))
+    for name in quantlab.models.__all__:
+        assert getattr(quantlab.models, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = quantlab.models.nothing
+
+
 def test_presets_and_registry_import_no_torch():
     import subprocess
     import sys

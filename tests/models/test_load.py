@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,8 +114,6 @@ def test_dtype_is_the_checkpoints_own_unless_said(tmp_path):
 
 
 def test_zoo_runs_in_fp32_on_a_cpu(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
     tiny_hf("nemotron_h").bfloat16().save_pretrained(tmp_path)
     monkeypatch.setattr(source, "_zoo", lambda: {"tiny-x": SimpleNamespace(path=tmp_path)})
     m = load_model("tiny-x")
@@ -163,6 +162,13 @@ def test_unknown_name_lists_what_is_known(no_weights_read):
     with pytest.raises(UsageError) as caught:
         load_model("zzzz")
     assert all(name in str(caught.value) for name in (*PRESETS, *FAMILY_NAMES))
+
+
+def test_zoo_checkpoint_that_was_not_installed(tmp_path, monkeypatch, no_weights_read):
+    monkeypatch.setattr(source, "_zoo", lambda: {"tiny-x": SimpleNamespace(path=tmp_path)})
+    with pytest.raises(MissingAsset, match="not in this installation") as caught:
+        load_model("tiny-x")
+    assert caught.value.exit_code == 5
 
 
 def test_every_preset_resolves_to_a_hub_id():

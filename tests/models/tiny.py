@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from quantlab.models.load import LoadedModel, adapt, quiet_transformers
+from quantlab.models.load import quiet_transformers
+from quantlab.models.loaded import LoadedModel, adapt
 
 VOCAB = 96
 _COMMON: dict[str, Any] = {
