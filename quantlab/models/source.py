@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantlab.errors import MissingAsset, UsageError
+from quantlab.models.checkpoint import read_checkpoint
 from quantlab.models.presets import PRESETS
 from quantlab.models.registry import FAMILIES
 
@@ -53,14 +54,19 @@ def known_names() -> list[str]:
 
 
 def resolve(name: str) -> Source:
-    """Say what a model name means, without touching the network.
+    """Say what a model name means, without touching the network or importing torch.
+
+    A directory's config and the headers of its weight files are read, so that what is wrong with
+    them is known before data are fetched or anything else starts.
 
     Args:
         name: zoo name, preset, directory, or hub id (`organisation/name`).
 
     Raises:
-        UsageError: for a name that is none of these (with the nearest match and the known names).
-        MissingAsset: for a zoo name whose checkpoint was not installed.
+        UsageError: for a name that is none of these (with the nearest match and the known names),
+            a directory without a usable config.json, or one of a family that is not adapted.
+        MissingAsset: for a zoo name whose checkpoint was not installed, or missing weight files.
+        RunError: for a corrupt or truncated weight file, by name.
     """
     zoo = _zoo()
     if name in zoo:
@@ -70,11 +76,13 @@ def resolve(name: str) -> Source:
                 f"{name} belongs to the embedded zoo but is not in this installation (looked in "
                 f"{home}): install quantlab from a complete source tree or wheel"
             )
+        read_checkpoint(home)
         return Source(name=name, origin="zoo", path=home)
     if name in PRESETS:
         return Source(name=name, origin="preset", hub_id=PRESETS[name].hub_id)
     path = Path(name).expanduser()
     if path.is_dir():
+        read_checkpoint(path.resolve())
         return Source(name=name, origin="path", path=path.resolve())
     if path.exists():
         raise UsageError(f"{name} is a file: give the directory that holds config.json")

@@ -189,22 +189,29 @@ def refused(path: Path, kind: type[QuantlabError], *fragments: str, **options) -
     assert caught.value.exit_code == {UsageError: 2, MissingAsset: 5, RunError: 1}[kind]
 
 
+def refused_at_once(path: Path, kind: type[QuantlabError], *fragments: str) -> None:
+    """As soon as the name is resolved, before data or torch are touched, and on loading."""
+    with pytest.raises(kind):
+        resolve(str(path))
+    refused(path, kind, *fragments)
+
+
 def test_no_config(tmp_path, no_weights_read):
-    refused(tmp_path, UsageError, "has no config.json")
+    refused_at_once(tmp_path, UsageError, "has no config.json")
     file = tmp_path / "x.safetensors"
     file.write_bytes(b"")
-    refused(file, UsageError, "is a file")
+    refused_at_once(file, UsageError, "is a file")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
 def test_unreadable_config(saved, text, no_weights_read):
     (saved / "config.json").write_text(text)
-    refused(saved, UsageError, "config.json")
+    refused_at_once(saved, UsageError, "config.json")
 
 
 def test_other_family(saved, no_weights_read):
     (saved / "config.json").write_text('{"model_type": "llama"}')
-    refused(saved, UsageError, "'llama' is not an adapted family", *FAMILY_NAMES)
+    refused_at_once(saved, UsageError, "'llama' is not an adapted family", *FAMILY_NAMES)
 
 
 def damaged(path: Path, how: str) -> None:
@@ -230,20 +237,22 @@ def damaged(path: Path, how: str) -> None:
 )
 def test_damaged_weights(saved, how, no_weights_read):
     damaged(saved, how)
-    refused(saved, RunError, "model.safetensors", "LFS" if how == "pointer" else "fetch it again")
+    refused_at_once(
+        saved, RunError, "model.safetensors", "LFS" if how == "pointer" else "fetch it again"
+    )
 
 
 def test_missing_weights(saved, sharded, no_weights_read):
     (saved / "model.safetensors").unlink()
-    refused(saved, MissingAsset, "holds no weights")
+    refused_at_once(saved, MissingAsset, "holds no weights")
     victim = sorted(sharded.glob("*.safetensors"))[1]
     victim.unlink()
-    refused(sharded, MissingAsset, victim.name, "download")
+    refused_at_once(sharded, MissingAsset, victim.name, "download")
 
 
 def test_unreadable_index(sharded, no_weights_read):
     (sharded / checkpoint.INDEX).write_text('{"weight_map": 3}')
-    refused(sharded, RunError, checkpoint.INDEX)
+    refused_at_once(sharded, RunError, checkpoint.INDEX)
 
 
 def test_missing_tensors_are_not_left_random(saved):
