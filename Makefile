@@ -5,16 +5,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTED := $(VENV)/.ready-dev
 DEMO_OUT ?= runs/demo
 
 .PHONY: setup demo test check format test-gpu clean
 
-setup: $(READY)
+setup: $(TESTED)
 
 $(READY): pyproject.toml requirements/cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -e .
+	touch $@
+
+$(TESTED): $(READY)
+	$(BIN)/python -m pip install --quiet -c requirements/cpu.txt -e '.[dev]'
 	touch $@
 
 demo: $(READY)
@@ -24,15 +29,15 @@ demo: $(READY)
 	    --out $(DEMO_OUT) --resume
 
 # One torch thread a worker: the tests are many small operations.
-test: $(READY)
+test: $(TESTED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not gpu and not slow'
 
-check: $(READY)
+check: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TESTED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -85,7 +85,8 @@ def lower_right(model: torch.nn.Module) -> Iterator[None]:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, lower_right_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    found: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
+    configs = {id(config): config for config in found}
     saved = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation_internal = NAME

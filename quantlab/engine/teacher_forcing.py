@@ -133,12 +133,13 @@ class TeacherForcing:
                 )  # fmt: skip
             wanted = self.positions[(self.positions > start) & (self.positions <= stop)]
             diverged = self._diverged()
-            for chunk in wanted.split(self._positions_per_chunk()):
+            size = self._positions_per_chunk()
+            for chunk in [wanted[i : i + size] for i in range(0, len(wanted), size)]:
                 with self._ready():
                     logits = head(self.m, hidden[:, (chunk - start - 1).to(self.device)])
                 yield Measurement(
                     positions=chunk,
-                    logits=logits.unflatten(0, (len(self.policies), self.streams)),
+                    logits=logits.view(len(self.policies), self.streams, *logits.shape[1:]),
                     targets=self.tokens[:, (self.prompt + chunk).to(self.device)],
                     diverged_at=diverged,
                 )
@@ -171,17 +172,18 @@ class TeacherForcing:
 
         with self._ready(), replaced(self.m, self._handle):
             self._prefill()
-        for layer, scan in enumerate(self._scans):
-            prefix = f"scan.{layer}."
-            scan.load_state_dict(
-                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            )
-        for index, layer_cache in enumerate(self._cache.layers):
-            for name in ("keys", "values"):
-                if f"cache.{index}.{name}" in tensors:
-                    setattr(layer_cache, name, tensors[f"cache.{index}.{name}"].to(self.device))
-            for slot, conv in _conv_states(layer_cache):
-                conv.copy_(tensors[f"cache.{index}.conv.{slot}"])
+            for layer, scan in enumerate(self._scans):
+                prefix = f"scan.{layer}."
+                scan.load_state_dict(
+                    {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                )
+            for index, layer_cache in enumerate(self._cache.layers):
+                for name in ("keys", "values"):
+                    if f"cache.{index}.{name}" in tensors:
+                        saved = tensors[f"cache.{index}.{name}"].to(self.device)
+                        setattr(layer_cache, name, saved)
+                for slot, conv in _conv_states(layer_cache):
+                    conv.copy_(tensors[f"cache.{index}.conv.{slot}"])
         self.done = int(tensors["done"])
 
     def _ready(self) -> ExitStack:
@@ -209,12 +211,7 @@ class TeacherForcing:
     def _handle(self, call: OpCall) -> tuple[Tensor, Tensor | None]:
         scan = self._scans[call.layer]
         out = scan.prefill(call.inputs) if self._prefilling else scan(call.inputs)
-        if not call.wants_state:
-            return out, None
-        # The scan keeps the state; transformers' cache only needs a slot of the right shape.
-        rows, _, heads, dv = out.shape
-        blank = torch.zeros((), device=out.device)
-        return out, blank.expand(rows, heads, dv, call.inputs.dk)
+        return out, None  # the scan keeps the state, not transformers' cache
 
     def _diverged(self) -> Tensor:
         """First non-finite position over the layers, [policies, streams], -1 for none."""
@@ -230,7 +227,7 @@ class TeacherForcing:
 
 
 def scan_class(engine: Engine, device: torch.device) -> type[Any]:
-    """The scan an engine uses on a device."""
+    """Name the scan an engine uses on a device."""
     if engine == "stepwise":
         from quantlab.replay import StepwiseCache
 

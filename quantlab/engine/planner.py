@@ -63,8 +63,10 @@ def _bytes_per_row(m: LoadedModel, tokens: int) -> int:
     attention = sum("attention" in t and "linear" not in t for t in layer_types)
     if not layer_types:
         attention = max(0, config.num_hidden_layers - m.layers)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(
-        config, "num_attention_heads", 0
+    heads = int(
+        getattr(config, "num_key_value_heads", None)
+        or getattr(config, "num_attention_heads", None)
+        or 0
     )
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // max(1, getattr(config, "num_attention_heads", 1))
