@@ -1,0 +1,61 @@
+"""The one place where quantlab reaches its Triton kernels, at call time.
+
+`import quantlab` needs neither a GPU nor Triton. What runs is decided here by the device or by an
+explicit choice, never by what happens to be installed: where the kernels are wanted and cannot be
+had, an error says so, and nothing falls back to something slower or different. The name that a
+study records is `implementation_name` of the class chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from quantlab.replay.scan import WindowedScan
+
+Implementation = Literal["auto", "torch", "triton"]
+"""Which windowed scan: by device ("triton" on CUDA, "torch" elsewhere), or the one named."""
+
+
+def scan_class(
+    device: torch.device | str, implementation: Implementation = "auto"
+) -> type[WindowedScan]:
+    """Choose the windowed scan for a device.
+
+    Args:
+        device: where the inputs will be.
+        implementation: "auto" takes the Triton kernels on CUDA and plain torch elsewhere.
+
+    Returns:
+        `WindowedScan` or its subclass on Triton.
+
+    Raises:
+        ValueError: no such implementation.
+        RuntimeError: the kernels are wanted and Triton is not installed.
+    """
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"unknown implementation {implementation!r}; known: "
+            f"{', '.join(get_args(Implementation))}"
+        )
+    if implementation == "auto":
+        implementation = "triton" if torch.device(device).type == "cuda" else "torch"
+    if implementation == "torch":
+        return WindowedScan
+    try:
+        from quantlab_kernels.triton_scan import TritonScan
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise RuntimeError(
+            f"the scan on {device} runs on Triton, which is not installed (pip install "
+            "'quantlab[gpu]'); choose implementation='torch' to run the slower plain one"
+        ) from error
+    scan: type[WindowedScan] = TritonScan
+    return scan
+
+
+def implementation_name(scan: type[object]) -> str:
+    """Name a scan class for a study's records: `quantlab_kernels.triton_scan.TritonScan`."""
+    return f"{scan.__module__}.{scan.__qualname__}"
