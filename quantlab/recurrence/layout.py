@@ -16,20 +16,29 @@ class Windows:
     """W windows of n steps of B = rows·H heads, in the compute dtype.
 
     Attributes:
-        q: [W, B, n, dk].
-        k: [W, B, n, dk].
+        keys_queries: [W, B, 2n, dk] k over q of each window, in one tensor: the products with a
+            state take both.
         v: [W, B, n, dv], before Δ.
         log_decay: [W, B, n] or [W, B, n, dk].
         beta: [W, B, n] or None.
         dt: [W, B, n] or None.
     """
 
-    q: Tensor
-    k: Tensor
+    keys_queries: Tensor
     v: Tensor
     log_decay: Tensor
     beta: Tensor | None
     dt: Tensor | None
+
+    @property
+    def k(self) -> Tensor:
+        """[W, B, n, dk]."""
+        return self.keys_queries[..., : self.v.shape[-2], :]
+
+    @property
+    def q(self) -> Tensor:
+        """[W, B, n, dk]."""
+        return self.keys_queries[..., self.v.shape[-2] :, :]
 
     @property
     def written(self) -> Tensor:
@@ -51,18 +60,21 @@ def cut(inputs: OpInputs, n: int) -> Windows:
     if inputs.steps % n:
         raise ValueError(f"{inputs.steps} steps are not a whole number of windows of {n}")
     dtype = inputs.compute_dtype
-    heads = inputs.heads
+    rows, heads, key_heads = inputs.n_rows, inputs.heads, inputs.k.shape[2]
+    count = inputs.steps // n
 
     def windows(x: Tensor) -> Tensor:
-        rows, steps, given = x.shape[:3]
-        x = x.to(dtype).reshape(rows, steps // n, n, *x.shape[2:]).movedim(0, 1).transpose(2, 3)
-        if given != heads:
-            x = x.repeat_interleave(heads // given, dim=2)
-        return x.reshape(steps // n, rows * heads, *x.shape[3:])
+        x = x.to(dtype).reshape(rows, count, n, *x.shape[2:]).movedim(0, 1).transpose(2, 3)
+        return x.reshape(count, rows * heads, *x.shape[3:])
 
+    group = heads // key_heads
+    shape = (count, rows, key_heads, group, 2 * n, inputs.dk)
+    keys_queries = torch.empty(shape, dtype=dtype, device=inputs.k.device)
+    for x, into in ((inputs.k, keys_queries[..., :n, :]), (inputs.q, keys_queries[..., n:, :])):
+        x = x.reshape(rows, count, n, key_heads, inputs.dk).permute(1, 0, 3, 2, 4)
+        into.copy_(x.unsqueeze(3).expand_as(into))
     return Windows(
-        q=windows(inputs.q),
-        k=windows(inputs.k),
+        keys_queries=keys_queries.view(count, rows * heads, 2 * n, inputs.dk),
         v=windows(inputs.v),
         log_decay=windows(inputs.log_decay),
         beta=None if inputs.beta is None else windows(inputs.beta),

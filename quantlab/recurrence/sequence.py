@@ -55,12 +55,19 @@ def exact_scan(
 
 def _chunks(piece: Windows, s: Tensor) -> tuple[Tensor, Tensor]:
     plan = affine_window(
-        q=piece.q, k=piece.k, v=piece.written, decays=piece.decays, beta=piece.beta
+        q=piece.q,
+        k=piece.k,
+        v=piece.written,
+        decays=piece.decays,
+        beta=piece.beta,
+        keys_queries=piece.keys_queries,
     )
+    n = piece.v.shape[-2]
+    bias, met = plan.columns(0, n if plan.written is not None else 2 * n)
     outputs = []
-    u = plan.u_bias
-    for w in range(plan.o_map.shape[0]):
-        outputs.append(torch.baddbmm(plan.o_bias[w], s, plan.o_map[w]))
-        corrections = u[w] if plan.u_map is None else torch.baddbmm(u[w], s, plan.u_map[w])
-        s = torch.baddbmm(s * plan.total[w], corrections, plan.fold[w])
+    for w in range(bias.shape[0]):
+        columns = torch.baddbmm(bias[w], s, met[w])
+        outputs.append(columns[..., :n])
+        written = columns[..., n:] if plan.written is None else plan.written[w]
+        s = torch.baddbmm(s * plan.total[w], written, plan.fold[w])
     return torch.stack(outputs), s

@@ -2,7 +2,7 @@
 
 Two forms of the same algebra (`papers/replayssm.md`, Eq. 4–11; here rows are steps):
 
-- `affine_window`: nothing is rounded inside the window, so corrections, outputs and the final
+- `affine_window`: nothing is rounded inside the window, so outputs, corrections and the final
   state are affine in the checkpoint S. All that does not depend on S is formed beforehand, for
   many windows at once, and a window costs two matrix products.
 - `substitute`: corrections are rounded to their records inside the forward substitution, row by
@@ -30,30 +30,48 @@ Rounding = Callable[[Tensor], Tensor]
 class AffineWindow:
     """A window as an affine function of the checkpoint S [..., dv, dk].
 
-    Columns are steps, so that S multiplies from the left: U = u_bias + S·u_map and
-    O = o_bias + S·o_map; the state after the window is total·S + U·fold.
+    The 2n columns of [O | Ũ] (n columns, O alone, without a delta rule) are steps, so that S
+    multiplies from the left: columns a … b − 1 are bias + S·map with (bias, map) = columns(a, b).
+    Ũ holds the corrections decayed to the window's end, and the state after the window is
+    total·S + Ũ·fold.
 
     Attributes:
-        u_bias: [..., dv, n] corrections behind a zero checkpoint; without a delta rule all of U.
-        u_map: [..., dk, n], or None without a delta rule.
-        o_bias: [..., dv, n] outputs behind a zero checkpoint.
-        o_map: [..., dk, n].
-        fold: [..., n, dk] keys decayed to the end of the window.
+        values: [..., n, dv] what is written, before the delta rule.
+        met: [..., 2n, dk] keys over queries, or [..., n, dk] queries, which meet S.
+        of_values: [..., n, c] columns' coefficients of the values.
+        of_met: [..., 2n or n, c] columns' coefficients of S·met.
+        written: [..., dv, n] Ũ where it does not depend on S (no delta rule), else None.
+        fold: [..., n, dk] keys.
         total: [..., 1, 1] or [..., 1, dk] decay of the checkpoint over the window.
     """
 
-    u_bias: Tensor
-    u_map: Tensor | None
-    o_bias: Tensor
-    o_map: Tensor
+    values: Tensor
+    met: Tensor
+    of_values: Tensor
+    of_met: Tensor
+    written: Tensor | None
     fold: Tensor
     total: Tensor
 
+    def columns(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Form bias [..., dv, stop − start] and map [..., dk, stop − start] of some columns."""
+        bias = torch.matmul(self.values.mT, self.of_values[..., start:stop])
+        return bias, torch.matmul(self.met.mT, self.of_met[..., start:stop])
+
 
 def affine_window(
-    *, q: Tensor, k: Tensor, v: Tensor, decays: WindowDecays, beta: Tensor | None
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decays: WindowDecays,
+    beta: Tensor | None,
+    keys_queries: Tensor | None = None,
 ) -> AffineWindow:
-    """Everything in an unrounded window that does not depend on the checkpoint.
+    """Form everything in an unrounded window that does not depend on the checkpoint.
+
+    A decay per head scales steps only and so moves into the [n, n] coefficients; one per key
+    channel scales keys and queries themselves.
 
     Args:
         q: [..., n, dk].
@@ -61,29 +79,50 @@ def affine_window(
         v: [..., n, dv], what is written (Mamba-2: Δ·x).
         decays: of the n steps.
         beta: [..., n] for delta rules, else None.
+        keys_queries: [..., 2n, dk] k over q, if they lie so in memory.
     """
-    fold, total = decays.to_end(k), decays.total(k.dtype)
-    o_map = decays.from_start(q).mT
+    total = decays.total(k.dtype)
+    start, end = decays.start_factors(k.dtype), decays.end_factors(k.dtype)
+    ones = torch.ones_like(start[..., :1])
+    if decays.per_channel:
+        met_k, met_q, fold = k * start, q * start, k * end
+        start = end = ones
+    else:
+        met_k, met_q, fold = k, q, k
+    ends = end.mT  # [..., 1, n], scales the columns of Ũ
     if beta is None:
         (weights,) = decays.products(k, q)
         return AffineWindow(
-            u_bias=v.mT,
-            u_map=None,
-            o_bias=torch.matmul(v.mT, weights.mT),
-            o_map=o_map,
+            values=v,
+            met=met_q,
+            of_values=weights.mT,
+            of_met=torch.diag_embed(start.squeeze(-1)),
+            written=v.mT * ends,
             fold=fold,
             total=total,
         )
     overlaps, weights = decays.products(k, k, q)
     strength = beta.unsqueeze(-1)
-    inverse = _unit_lower_inverse(strength * overlaps)
-    u_bias = torch.matmul((strength * v).mT, inverse.mT)
-    u_map = -torch.matmul((strength * decays.from_start(k)).mT, inverse.mT)
+    solve = (_unit_lower_inverse(strength * overlaps) * strength.mT).mT  # B(I + BA)⁻ᵀ
+    of_keys = -start * solve
+    of_queries = torch.diag_embed(start.squeeze(-1))
+    met = (
+        torch.cat([met_k, met_q], -2)
+        if keys_queries is None or decays.per_channel
+        else keys_queries
+    )
     return AffineWindow(
-        u_bias=u_bias,
-        u_map=u_map,
-        o_bias=torch.matmul(u_bias, weights.mT),
-        o_map=o_map + torch.matmul(u_map, weights.mT),
+        values=v,
+        met=met,
+        of_values=torch.cat([torch.matmul(solve, weights.mT), solve * ends], -1),
+        of_met=torch.cat(
+            [
+                torch.cat([torch.matmul(of_keys, weights.mT), of_keys * ends], -1),
+                torch.cat([of_queries, torch.zeros_like(of_queries)], -1),
+            ],
+            -2,
+        ),
+        written=None,
         fold=fold,
         total=total,
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantlab.recurrence.decays import WindowDecays
 from quantlab.recurrence.layout import Windows
-from quantlab.recurrence.window import AffineWindow, affine_window, substitute
+from quantlab.recurrence.window import affine_window, substitute
 from quantlab.replay.records import OpenWindow, RecordTypes, rounded
 
 
@@ -47,8 +47,12 @@ class RecordedWindows:
         written: [W, B, n, dv] records of what was written; filled as windows are run.
         log_decay: [W, B, n] or [W, B, n, dk].
         beta: [W, B, n] or None.
-        fold: [W, B, n, dk] and total: decays to the window's end, where it flushes.
-        again: corrections from the recurrence copy, where a flush derives them again.
+        fold: [W, B, n, dk] recorded keys decayed to the end.
+        total: [W, B, 1, 1 or dk] decay of the checkpoint until the end.
+        again: [W, B, dv, 1 + n] biases of o_n and the decayed corrections from the recurrence
+            copy, where a flush derives them again, else None.
+        again_map: [W, B, dk, 1 + n] or None.
+        again_fold: [W, B, n, dk] or None.
         results: [W, B, m, dv] outputs, filled as windows are run.
     """
 
@@ -69,7 +73,9 @@ class RecordedWindows:
     beta: Tensor | None
     fold: Tensor
     total: Tensor
-    again: AffineWindow | None
+    again: Tensor | None
+    again_map: Tensor | None
+    again_fold: Tensor | None
     results: Tensor
 
     @classmethod
@@ -113,17 +119,21 @@ class RecordedWindows:
         # Rows of old steps are formed and dropped: their outputs are out already.
         pad = new.q.new_zeros((*new.q.shape[:2], h, new.q.shape[-1]))
         q, k_own = torch.cat([pad, new.q], 2), torch.cat([pad, new.k], 2)
-        key_map = overlaps = again = None
+        key_map = overlaps = again = again_map = again_fold = None
+        starts, ends = decays.start_factors(k.dtype), decays.end_factors(k.dtype)
         if new.beta is None:
             (weights,) = decays.products(k, q)
         else:
             overlaps, weights = decays.products(k, k_own, q)
             strength = new.beta.unsqueeze(-1)
             overlaps = strength * overlaps[:, :, h:]
-            key_map = -strength * decays.from_start(k_own)[:, :, h:]
+            key_map = -strength * (starts * k_own)[:, :, h:]
             own = strength * own
             if flushes and rederive:
-                again = affine_window(q=q, k=k, v=v, decays=decays, beta=beta)
+                window = affine_window(q=q, k=k, v=v, decays=decays, beta=beta)
+                n = k.shape[2]
+                again, again_map = window.columns(n - 1, 2 * n)
+                again_fold = window.fold
         return cls(
             types=types,
             flushes=flushes,
@@ -132,7 +142,7 @@ class RecordedWindows:
             k=k,
             v=v,
             own=own,
-            query_map=decays.from_start(q)[:, :, h:],
+            query_map=(starts * q)[:, :, h:],
             key_map=key_map,
             overlaps=overlaps,
             weights=weights.tril(-1)[:, :, h:],
@@ -140,9 +150,11 @@ class RecordedWindows:
             written=written,
             log_decay=log_decay,
             beta=beta,
-            fold=decays.to_end(k),
+            fold=k * ends,
             total=decays.total(k.dtype),
             again=again,
+            again_map=again_map,
+            again_fold=again_fold,
             results=torch.empty_like(own),
         )
 
@@ -153,16 +165,14 @@ class RecordedWindows:
             self._read_out(w, recur, read, steps)
         if not self.flushes:
             return recur
-        if self.again is None:
+        if self.again is None or self.again_map is None or self.again_fold is None:
             self.written[w][:, -1] = self.own[w][:, -1]
-            u = self.written[w].mT
+            u, fold = self.written[w].mT, self.fold[w]
         else:
-            again = self.again
-            assert again.u_map is not None
-            u = torch.baddbmm(again.u_bias[w], recur, again.u_map[w])
-            last = torch.baddbmm(again.o_bias[w][..., -1:], recur, again.o_map[w][..., -1:])
-            self.results[w][:, -1:] = last.mT
-        return recur.mul_(self.total[w]).baddbmm_(u, self.fold[w])
+            columns = self.again[w].baddbmm_(recur, self.again_map[w])
+            self.results[w][:, -1] = columns[..., 0]
+            u, fold = columns[..., 1:], self.again_fold[w]
+        return recur.mul_(self.total[w]).baddbmm_(u, fold)
 
     def _read_out(self, w: int, recur: Tensor, read: Tensor, steps: int) -> None:
         """Form outputs and records of the first `steps` new steps.
@@ -223,12 +233,14 @@ def replayed(recur: Tensor, behind: OpenWindow, *, rederive: bool) -> Tensor:
     """
     per_channel = behind.log_decay.ndim == 3
     decays = WindowDecays.of(behind.log_decay, per_channel=per_channel)
-    u = behind.u.mT
     if rederive and behind.beta is not None:
         window = affine_window(q=behind.k, k=behind.k, v=behind.v, decays=decays, beta=behind.beta)
-        assert window.u_map is not None
-        u = torch.baddbmm(window.u_bias, recur, window.u_map)
-    return torch.baddbmm(recur * decays.total(recur.dtype), u, decays.to_end(behind.k))
+        n = behind.count
+        bias, met = window.columns(n, 2 * n)
+        u, fold = torch.baddbmm(bias, recur, met), window.fold
+    else:
+        u, fold = behind.u.mT, behind.k * decays.end_factors(recur.dtype)
+    return torch.baddbmm(recur * decays.total(recur.dtype), u, fold)
 
 
 def _after(records: Tensor, new: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from quantlab.replay.draws import Draws
 from quantlab.replay.lane import Lane, LaneKind, stores_exactly
 from quantlab.replay.policy import DEFAULT_WINDOW, Policy
 
-# Elements of one [W, B, L, dk] tensor of a lane's plan, of which about eight live at once, for
-# every lane.
-PLAN_ELEMENTS = 1 << 20
+# Elements of one [W, B, L, dk] tensor of a lane's plan; about six live at once for every lane.
+# Measured on two cores: flat from 2^18 to 2^20, half as slow again at 2^22 (out of the caches).
+PLAN_ELEMENTS = 1 << 19
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ For Mamba-2 this holds with rounded records as well: nothing in a record depends
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantlab.recurrence.layout import Windows
-from quantlab.recurrence.window import affine_window
+from quantlab.recurrence.window import AffineWindow, affine_window
 from quantlab.replay.records import RecordTypes, rounded
 
 
@@ -25,15 +25,18 @@ class WholeWindows:
     """W planned windows of B heads; biases become results as the windows are run.
 
     Attributes:
-        flush: [W, B, dv, c] biases of what comes from the recurrence copy.
+        length: L.
+        flush: [W, B, dv, c] biases of the columns that come from the recurrence copy: o_L (with
+            one copy o_1 … o_L), then for delta rules the decayed corrections.
         flush_map: [W, B, dk, c].
-        read: [W, B, dv, L − 1] biases of what comes from the read copy; None with one copy.
+        read: [W, B, dv, L − 1] biases of the outputs that come from the read copy, or None.
         read_map: [W, B, dk, L − 1] or None.
         written: [W, B, dv, L] what the fold writes; for delta rules a view of `flush`.
-        fold: [W, B, L, dk] keys decayed to the window's end.
+        fold: [W, B, L, dk] keys.
         total: [W, B, 1, 1 or dk] decay of the checkpoint over the window.
     """
 
+    length: int
     flush: Tensor
     flush_map: Tensor
     read: Tensor | None
@@ -51,34 +54,31 @@ class WholeWindows:
             types: must be exact for a delta rule.
             separate: whether steps 1 … L − 1 read a copy of their own.
         """
-        own, beta = windows.written, windows.beta
-        if beta is not None or types.exact:
-            plan = affine_window(q=windows.q, k=windows.k, v=own, decays=windows.decays, beta=beta)
-            u_bias, o_bias, fold = plan.u_bias, plan.o_bias, plan.fold
-            u_map, o_map, total = plan.u_map, plan.o_map, plan.total
+        length = windows.v.shape[-2]
+        if windows.beta is not None or types.exact:
+            plan = affine_window(
+                q=windows.q,
+                k=windows.k,
+                v=windows.written,
+                decays=windows.decays,
+                beta=windows.beta,
+                keys_queries=windows.keys_queries,
+            )
         else:
-            decays = windows.decays
-            k, v = recorded(windows, types)
-            (weights,) = decays.products(k, windows.q)
-            direct = (windows.q * windows.k).sum(-1)
-            o_bias = torch.matmul(v.mT, weights.tril(-1).mT) + own.mT * direct.unsqueeze(-2)
-            u_bias, u_map = v.mT, None
-            o_map = decays.from_start(windows.q).mT
-            fold, total = decays.to_end(k), decays.total(k.dtype)
-        length = own.shape[-2]
-        last = slice(length - 1, length) if separate else slice(0, length)
-        flush, flush_map = o_bias[..., last], o_map[..., last]
-        if u_map is not None:
-            flush = torch.cat([u_bias, flush], -1)
-            flush_map = torch.cat([u_map, flush_map], -1)
+            plan = _rounded_window(windows, types)
+        columns = plan.of_met.shape[-1]
+        first = length - 1 if separate else 0
+        flush, flush_map = plan.columns(first, columns)
+        read, read_map = plan.columns(0, first) if separate else (None, None)
         return cls(
-            flush=flush.contiguous(),
-            flush_map=flush_map.contiguous(),
-            read=o_bias[..., :-1].contiguous() if separate else None,
-            read_map=o_map[..., :-1].contiguous() if separate else None,
-            written=u_bias if u_map is None else flush[..., :length],
-            fold=fold,
-            total=total,
+            length=length,
+            flush=flush,
+            flush_map=flush_map,
+            read=read,
+            read_map=read_map,
+            written=flush[..., -length:] if plan.written is None else plan.written,
+            fold=plan.fold,
+            total=plan.total,
         )
 
     def run(self, w: int, recur: Tensor, read: Tensor) -> Tensor:
@@ -90,19 +90,26 @@ class WholeWindows:
 
     def outputs(self) -> Tensor:
         """Return outputs [W, B, dv, L], after all windows have run."""
-        length = self.fold.shape[-2]
         if self.read is None:
-            return self.flush[..., -length:]
-        return torch.cat([self.read, self.flush[..., -1:]], -1)
+            return self.flush[..., : self.length]
+        return torch.cat([self.read, self.flush[..., :1]], -1)
 
 
-def recorded(windows: Windows, types: RecordTypes) -> tuple[Tensor, Tensor]:
-    """Keys and written values as a flush sees them: records, but the last step's own values."""
+def _rounded_window(windows: Windows, types: RecordTypes) -> AffineWindow:
+    """Form a window without a delta rule whose later steps see records.
+
+    Each step's own write enters its own output unrounded, and so does the last one the fold.
+    """
+    own, decays = windows.written, windows.decays
     k, v = rounded(windows.k, types.k), rounded(windows.v, types.v)
     if windows.dt is not None:
         v = windows.dt.unsqueeze(-1) * v
-    if types.k is not None:
-        k = torch.cat([k[..., :-1, :], windows.k[..., -1:, :]], -2)
-    if types.v is not None:
-        v = torch.cat([v[..., :-1, :], windows.written[..., -1:, :]], -2)
-    return k, v
+    k = torch.cat([k[..., :-1, :], windows.k[..., -1:, :]], -2)
+    v = torch.cat([v[..., :-1, :], own[..., -1:, :]], -2)
+    plan = affine_window(q=windows.q, k=k, v=v, decays=decays, beta=None)
+    direct = (windows.q * windows.k).sum(-1)
+    return replace(
+        plan,
+        values=torch.cat([v, own], -2),
+        of_values=torch.cat([plan.of_values.triu(1), torch.diag_embed(direct)], -2),
+    )

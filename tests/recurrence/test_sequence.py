@@ -184,10 +184,10 @@ def test_leaves_its_inputs_alone() -> None:
 
 def test_mutant_decay_of_the_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # γ_{j:s} in place of γ_{j+1:s}: the write of a step decayed by its own step.
-    right = decays.WindowDecays.to_end
+    right = decays.WindowDecays.end_factors
     monkeypatch.setattr(
         decays.WindowDecays,
-        "to_end",
+        "end_factors",
         lambda self, x: (
             right(self, x) * torch.exp(self.log.diff(dim=-2, prepend=self.log[..., :1, :] * 0))
         ),
