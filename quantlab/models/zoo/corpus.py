@@ -1,0 +1,125 @@
+"""The books as token streams: training crops, held-out books, test windows; all deterministic."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantlab.models.zoo.recipe import BYTE_OFFSET
+
+VALIDATION_SHARE = 0.05
+"""Least share of the training text's bytes that is held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """One book: its title and its bytes, uint8 [n]."""
+
+    title: str
+    text: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Books for training, for validation (never trained on) and for the test.
+
+    The validation books are whole books: those of least sha256, as books.json gives it, until they
+    hold `VALIDATION_SHARE` of the training text. Hashes order books regardless of author, size and
+    place.
+    """
+
+    train: tuple[Book, ...]
+    validation: tuple[Book, ...]
+    test: tuple[Book, ...]
+
+
+def load_corpus(directory: Path) -> Corpus:
+    """Read and check the books.
+
+    Args:
+        directory: holds books.json, books-train.txt.xz and books-test/.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message says which.
+        ValueError: a book's bytes do not have the sha256 of books.json.
+    """
+    entries = json.loads((directory / "books.json").read_text(encoding="utf-8"))
+    blob = lzma.decompress((directory / "books-train.txt.xz").read_bytes())
+    wanted = [e for e in entries if e["split"] == "train"]
+    quota = VALIDATION_SHARE * sum(e["bytes"] for e in wanted)
+    held: set[int] = set()
+    for e in sorted(wanted, key=lambda e: str(e["sha256"])):
+        if quota <= 0:
+            break
+        held.add(e["gutenberg_id"])
+        quota -= e["bytes"]
+    train, validation, test = [], [], []
+    for e in entries:
+        if e["split"] == "train":
+            raw = blob[e["offset"] : e["offset"] + e["bytes"]]
+        else:
+            raw = lzma.decompress((directory / e["file"]).read_bytes())
+        if hashlib.sha256(raw).hexdigest() != e["sha256"]:
+            raise ValueError(
+                f"{e['title']!r} in {directory} does not have the sha256 of books.json"
+            )
+        book = Book(title=e["title"], text=torch.from_numpy(np.frombuffer(raw, np.uint8).copy()))
+        part = test if e["split"] == "test" else validation if e["gutenberg_id"] in held else train
+        part.append(book)
+    return Corpus(train=tuple(train), validation=tuple(validation), test=tuple(test))
+
+
+class Crops:
+    """Random crops of books, drawn by (seed, step): a resumed run sees what an unbroken one would.
+
+    Every start position of every book that is long enough is equally likely; no crop spans two
+    books.
+    """
+
+    def __init__(self, books: tuple[Book, ...], device: torch.device) -> None:
+        self._sizes = np.array([len(b.text) for b in books], np.int64)
+        self._offsets = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
+        self._text = torch.cat([b.text for b in books]).to(device)
+
+    def draw(self, *, seed: int, step: int, rows: int, length: int) -> Tensor:
+        """Draw ids [rows, length + 1] int64: a step's inputs and, one later, its targets.
+
+        Raises:
+            ValueError: no book is longer than `length`.
+        """
+        starts = np.maximum(self._sizes - length, 0)
+        ends = np.cumsum(starts)
+        if ends[-1] == 0:
+            raise ValueError(f"no book is longer than {length} bytes")
+        draws = np.random.Generator(np.random.Philox(key=[seed, step])).integers(0, ends[-1], rows)
+        book = np.searchsorted(ends, draws, side="right")
+        at = torch.from_numpy(self._offsets[book] + draws - (ends[book] - starts[book]))
+        if self._text.is_cuda:
+            # Pinned, so that the copy does not wait for the step before.
+            at = at.pin_memory().to(self._text.device, non_blocking=True)
+        index = at[:, None] + torch.arange(length + 1, device=self._text.device)
+        return self._text[index].long() + BYTE_OFFSET
+
+
+def windows(books: tuple[Book, ...], *, longest: int, stride: int) -> Tensor:
+    """Cut books into overlapping windows that all lengths can share ends with.
+
+    Returns:
+        [windows, longest + 1] int64 ids; window i of a book ends `longest + i · stride` bytes into
+        it.
+    """
+    cut = [
+        b.text[i : i + longest + 1].long() + BYTE_OFFSET
+        for b in books
+        for i in range(0, len(b.text) - longest, stride)
+    ]
+    if not cut:
+        raise ValueError(f"no book is longer than {longest} bytes")
+    return torch.stack(cut)

@@ -1,0 +1,126 @@
+"""What a zoo model's card states: bits per byte by context length, by position, and half-lives of
+heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantlab.models.zoo.corpus import Book, windows
+from quantlab.models.zoo.forward import Forward
+
+CONTEXTS = (4_096, 16_384, 65_536, 131_072)
+SCORED = 1_024
+"""Bytes scored at the end of each window: the same bytes under every context length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Figures on one set of books.
+
+    Args:
+        bits: context length → mean bits per byte over the last `SCORED` bytes of windows of that
+            length,
+            all lengths ending at the same places of the same books.
+        whole: context length → mean bits per byte over every byte of those windows.
+        difference: context length → (mean, standard error) of bits minus bits at 16,384, paired by
+            window.
+        by_position: [upper end of the range of positions, bits per byte] within the longest
+            windows.
+        half_lives: [layers][heads] tokens: ln 2 / mean(−log decay) over 16,384-byte windows.
+        windows: number of windows scored at each length.
+    """
+
+    bits: Mapping[int, float]
+    whole: Mapping[int, float]
+    difference: Mapping[int, tuple[float, float]]
+    by_position: list[tuple[int, float]]
+    half_lives: list[list[float]]
+    windows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {
+            "bits": {str(k): v for k, v in self.bits.items()},
+            "whole": {str(k): v for k, v in self.whole.items()},
+            "difference_from_16384": {str(k): list(v) for k, v in self.difference.items()},
+            "by_position": [list(p) for p in self.by_position],
+            "half_lives": self.half_lives,
+            "windows": self.windows,
+        }
+
+
+def evaluate(
+    forward: Forward,
+    weights: Mapping[str, Tensor],
+    books: tuple[Book, ...],
+    *,
+    contexts: tuple[int, ...] = CONTEXTS,
+    scored: int = SCORED,
+    stride: int | None = None,
+    tokens: int = 131_072,
+) -> Evaluation:
+    """Measure a model on books.
+
+    Runs with gradients recorded and discarded, so that the compiled parts of training are used as
+    they are instead of being compiled again.
+
+    Args:
+        forward: the model's forward.
+        weights: by transformers' names.
+        books: all longer than the longest context.
+        contexts: window lengths, ascending.
+        scored: bytes scored at the end of each window.
+        stride: distance of window ends; the longest context if None.
+        tokens: of one forward; rows are filled up with repeats to reach it exactly.
+    """
+    device = weights["lm_head.weight"].device
+    longest = max(contexts)
+    ids = windows(books, longest=longest, stride=stride or longest)
+    middle = 16_384 if 16_384 in contexts else contexts[0]
+    tails: dict[int, Tensor] = {}
+    whole: dict[int, float] = {}
+    decay_sums: list[Tensor] = []
+    positions = torch.zeros(longest, dtype=torch.float64)
+    for context in contexts:
+        rows = max(1, tokens // context)
+        losses = []
+        for first in range(0, len(ids), rows):
+            take = torch.arange(first, first + rows) % len(ids)
+            batch = ids[take, longest - context :].to(device)
+            means: list[Tensor] = []
+
+            def record(log_decay: Tensor, into: list[Tensor] = means) -> None:
+                into.append(-log_decay.detach().double().mean((0, 1)).cpu())
+
+            loss = forward.losses(weights, batch[:, :-1], batch[:, 1:], record).detach()
+            losses.append(loss[: len(ids) - first].cpu())
+            if context == middle:
+                decay_sums.append(torch.stack(means))
+        table = torch.cat(losses).double() / math.log(2.0)
+        tails[context] = table[:, -scored:].mean(1)
+        whole[context] = table.mean().item()
+        if context == longest:
+            positions = table.mean(0)
+    difference = {}
+    for context in contexts:
+        d = tails[context] - tails[middle]
+        difference[context] = (d.mean().item(), (d.std() / len(d) ** 0.5).item())
+    edges = [0] + [e for e in (256 * 2**i for i in range(20)) if e < longest] + [longest]
+    by_position = [
+        (hi, positions[lo:hi].mean().item()) for lo, hi in zip(edges, edges[1:], strict=False)
+    ]
+    lives = math.log(2.0) / torch.stack(decay_sums).mean(0)
+    return Evaluation(
+        bits={k: v.mean().item() for k, v in tails.items()},
+        whole=whole,
+        difference=difference,
+        by_position=by_position,
+        half_lives=lives.tolist(),
+        windows=len(ids),
+    )
