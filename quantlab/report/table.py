@@ -10,8 +10,6 @@ import pyarrow as pa
 
 from quantlab.replay.policy import parse_policy
 
-# Below this a mean of FP64 sums is rounding: 1e-12 nats is 1,000 times FP64's own error.
-ZERO = 1e-12
 COLUMN_FACTOR = 4
 
 
@@ -46,7 +44,7 @@ def number(x: float | None) -> str:
         return "–"
     if math.isinf(x):
         return "inf" if x > 0 else "-inf"
-    if abs(x) < ZERO:
+    if x == 0:
         return "0"
     if 0.01 <= abs(x) < 1000:
         return f"{x:.3g}"
@@ -125,7 +123,7 @@ def _kl(point: dict[str, Any] | None) -> str:
 
 def _ratio(point: dict[str, Any]) -> str:
     floor, kl = point["floor"], point["kl"]
-    if floor is None or math.isnan(floor) or math.isnan(kl) or floor < ZERO:
+    if floor is None or math.isnan(floor) or math.isnan(kl) or floor <= 0:
         return "–"
     return number(kl / floor)
 

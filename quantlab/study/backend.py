@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,6 +58,21 @@ class Backend:
         from quantlab.models import load_model
 
         return load_model(spec.model, device=spec.device, dtype=spec.dtype)
+
+    def self_test(self, m: LoadedModel) -> list[dict[str, Any]]:
+        """Require that the model keeps its history and that its op can be replaced.
+
+        Returns:
+            What was checked, with values and bounds, for provenance.
+
+        Raises:
+            RunError: with the table, if a check fails.
+        """
+        from quantlab.models.check import check_model
+
+        report = check_model(m)
+        report.raise_if_failed()
+        return [asdict(row) for row in report.rows]
 
     def plan(self, m: LoadedModel, spec: KlSpec, streams: int) -> Plan:
         """Split the streams into batches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def run_kl(
         progress: told how far it is.
         backend: models and engine.
         checkpoint_seconds: time between saves within a batch.
-        command: recorded as how this was started.
+        command: recorded as how this was started; None from Python.
 
     Returns:
         The result, read back from the directory. With failed cells, `failed` lists them; they are
@@ -114,7 +113,7 @@ class _Session:
         self.earlier: list[Any] = list(directory.read_json(directory.run_file).get("sessions", []))
         self.record: dict[str, Any] = {
             "started": _now(),
-            "command": list(command) if command is not None else list(sys.argv),
+            "command": list(command or ()),
         }
 
     def begin(self, device: str) -> None:
@@ -148,18 +147,13 @@ def _run(
     backend: Backend,
     checkpoint_seconds: float,
 ) -> list[dict[str, Any]]:
-    tokenizer = backend.tokenizer(spec)
-    streams = _streams(spec, tokenizer) if tokenizer is not None else None
-    m = backend.load(spec)
-    if streams is None:
-        if m.tokenizer is None:
-            raise UsageError(f"{spec.model} brings no tokenizer, and --data are text")
-        streams = _streams(spec, m.tokenizer)
+    m, streams = open_streams(spec, backend)
     record = _record(spec, recorded, m, streams, backend, session.progress)
     if recorded:
         _same(directory, "data", recorded.get("data", {}), record["data"])
         _same_model(directory, recorded.get("model", {}), record["model"])
-    else:
+    record["self_test"] = backend.self_test(m)
+    if not recorded:
         directory.write_json(directory.spec_file, record)
     session.begin(spec.device)
     batches: list[list[int]] = record["plan"]["stream_batches"]
@@ -236,14 +230,30 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
-def _streams(spec: KlSpec, tokenizer: Any) -> Streams:
-    return load_streams(
-        spec.data,
-        tokenizer=tokenizer,
-        streams=spec.streams,
-        tokens=spec.tokens,
-        prompt=spec.prompt,
-    )
+def open_streams(spec: KlSpec, backend: Backend) -> tuple[LoadedModel, Streams]:
+    """Load the streams, before the model where its tokenizer is known without its weights.
+
+    Raises:
+        QuantlabError: whatever is wrong with data or model.
+    """
+
+    def load(tokenizer: Any) -> Streams:
+        return load_streams(
+            spec.data,
+            tokenizer=tokenizer,
+            streams=spec.streams,
+            tokens=spec.tokens,
+            prompt=spec.prompt,
+        )
+
+    tokenizer = backend.tokenizer(spec)
+    if tokenizer is not None:
+        streams = load(tokenizer)
+        return backend.load(spec), streams
+    m = backend.load(spec)
+    if m.tokenizer is None:
+        raise UsageError(f"{spec.model} brings no tokenizer, and --data are text")
+    return m, load(m.tokenizer)
 
 
 def _record(

@@ -47,6 +47,29 @@ def test_kl_is_scipys_in_fp64():
     assert abs(fp32.numpy() - expected).max() > 1e-9
 
 
+def test_kl_far_below_fp64s_unit_roundoff_is_right():
+    # KL of a small shift d of the logits is Var_p(d) / 2 + O(d^3): an oracle without cancellation
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(1000, dtype=torch.float64, generator=generator) * 4
+    d = torch.randn(1000, dtype=torch.float64, generator=generator) * 2.0**-30
+    shifted = base + d
+    p, d = base.softmax(-1), shifted - base
+    expected = ((p * d.square()).sum() - (p * d).sum().square()).item() / 2
+    got = kl_divergence(base.log_softmax(-1), shifted.log_softmax(-1)).item()
+    assert 1e-19 < expected < 1e-17
+    # relative: 2^-30 of the cubic term, 2^-53 / d = 2^-23 of rounding in log q - log p
+    assert got == pytest.approx(expected, rel=1e-5)
+    plain = (p * (base.log_softmax(-1) - shifted.log_softmax(-1))).sum().item()
+    assert abs(plain - expected) > 0.1 * expected  # what the rewritten sum is for
+
+
+def test_tiny_probabilities_under_a_large_ratio():
+    # p underflows to the subnormals where q is ordinary: exp(log q - log p) would overflow
+    log_p = torch.tensor([0.0, -744.0], dtype=torch.float64)
+    log_q = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+    assert kl_divergence(log_p, log_q).item() == pytest.approx(math.log(2), rel=1e-15)
+
+
 def test_nll_and_top1():
     logits, targets = random_logits(2, 2, 6, 50)
     logits[1, 0, 3] = -logits[1, 0, 3]

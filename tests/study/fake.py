@@ -96,6 +96,9 @@ class FakeBackend(Backend):
         self.loads += 1
         return SimpleNamespace(identity=self.identity, tokenizer=ByteTokenizer())
 
+    def self_test(self, m):
+        return [{"name": "stand-in", "passed": True}]
+
     def plan(self, m, spec, streams):
         step = self.batch
         batches = [list(range(i, min(i + step, streams))) for i in range(0, streams, step)]
