@@ -9,14 +9,17 @@ Rules, all in FP32 with one correctly rounded division each:
   rounded to FP32 once, divides and multiplies.
 
 The stored scale is used in both directions. Scales never overflow: they saturate at the largest
-finite value of their type (clipping is counted). A scale that underflows to zero makes a zero
-block: its elements are divided by infinity, and the block is counted. A block that holds a NaN or
-an infinity gets a NaN scale, so that all of it decodes to NaN; it does not enter the state scale.
+value of their type for which qmax times the scale is finite in FP32, so a finite state decodes to
+a finite one (clipping is counted). A scale that underflows to zero makes a zero block: its elements
+are divided by infinity, and the block is counted. A block that holds a NaN or an infinity gets a
+NaN scale, so that all of it decodes to NaN; it does not enter the state scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 from quantlab.formats.codes import exponent_value
 from quantlab.formats.element import ELEMENTS, FloatElement
 from quantlab.formats.rounding import round_clamped, round_up
-from quantlab.formats.scale import Scale
+from quantlab.formats.scale import SCALE_TYPES, Scale, ScaleType
 from quantlab.formats.spec import Format
 
 _INF = float("inf")
@@ -129,7 +132,7 @@ def block_scales(amax: Tensor, fmt: Format) -> BlockScales:
     elif scale.per_state:
         largest = torch.where(finite, amax, 0.0).amax((-2, -1), keepdim=True)
         state = _divide(largest, scale.type.max_finite * qmax)
-        state = torch.where(state == 0, 1.0, state)
+        state = torch.where(state == 0, 1.0, state).clamp_(max=_state_cap(scale))
         stored = _round_scale(_divide(amax, qmax) / state, scale)
     else:
         stored = _round_scale(_divide(amax, qmax), scale)
@@ -156,12 +159,11 @@ def _divide(value: Tensor, by: float) -> Tensor:
 
 
 def _round_scale(value: Tensor, scale: Scale) -> Tensor:
-    name = scale.type.name
-    value = value.clamp(max=scale.type.max_finite)
-    if name == "float32":
-        return value
-    element = ELEMENTS[name]
+    element = ELEMENTS[scale.type.name]
     assert isinstance(element, FloatElement)
+    value = value.clamp(max=scale_cap(scale.type, scale.qmax))
+    if element.name == "float32":
+        return value
     if scale.round == "up":
         return round_up(value, element)
     return round_clamped(value, element, None)
@@ -182,7 +184,26 @@ def _power_of_two(amax: Tensor, fmt: Format) -> Tensor:
         exponent = _floor_exponent((amax.view(torch.int32) + half).view(torch.float32)) - top
     else:
         exponent = _floor_exponent(amax) - top
-    return exponent_value(exponent.clamp_(-127, 127))
+    return exponent_value(exponent.clamp_(-127, 127 - top))
+
+
+@cache
+def scale_cap(kind: ScaleType, factor: Fraction) -> float:
+    """Largest scale of a float type that stays finite in FP32 when multiplied by `factor`."""
+    element = ELEMENTS[kind.name]
+    assert isinstance(element, FloatElement)
+    limit = Fraction(torch.finfo(torch.float32).max) / factor
+    if limit >= element.max_finite:
+        return float(element.max_finite)
+    step = Fraction(2) ** (_floor_log2(float(limit)) - element.man_bits)
+    return float(limit // step * step)
+
+
+@cache
+def _state_cap(scale: Scale) -> float:
+    """Largest state scale; lower by 2^-20, more than its two roundings in the product can add."""
+    factor = scale.qmax * Fraction(scale.type.max_finite) * (1 + Fraction(1, 1 << 20))
+    return scale_cap(SCALE_TYPES["float32"], factor)
 
 
 def _floor_log2(value: float) -> int:

@@ -214,26 +214,29 @@ def _rescale(values: Tensor, blocks: Blocks, multiplier: Tensor) -> Tensor:
 
 def _clipped(y: Tensor, fmt: Format) -> Tensor:
     assert fmt.scale is not None
-    return (y.abs() > float(fmt.scale.qmax) * CLIP_MARGIN).sum()
+    return (y.abs() > float(fmt.scale.qmax) * CLIP_MARGIN).count_nonzero()
 
 
 def _counts(x: Tensor, out: Tensor, clipped: Tensor, zeroed: Tensor) -> CastCounts:
     return CastCounts(
-        nonfinite=x.isfinite().logical_not_().sum(),
+        nonfinite=_nonfinite(x),
         clipped=clipped,
-        zeroed=zeroed.sum(),
-        flushed=((out == 0) & (x != 0)).sum(),
+        zeroed=zeroed.count_nonzero(),
+        flushed=((out == 0) & (x != 0)).count_nonzero(),
     )
 
 
 def _unscaled_counts(x: Tensor, out: Tensor, element: FloatElement) -> CastCounts:
-    size = x.abs()
-    clipped = ((size > float(element.max_finite)) & (size < float("inf"))).sum()
+    beyond = x.abs() > float(element.max_finite)
+    clipped = beyond.count_nonzero() - x.isinf().count_nonzero()
     return _counts(x, out, clipped, torch.zeros((), dtype=torch.int64, device=x.device))
 
 
 def _no_counts(x: Tensor) -> CastCounts:
     zero = torch.zeros((), dtype=torch.int64, device=x.device)
-    return CastCounts(
-        nonfinite=x.isfinite().logical_not_().sum(), clipped=zero, zeroed=zero, flushed=zero
-    )
+    return CastCounts(nonfinite=_nonfinite(x), clipped=zero, zeroed=zero, flushed=zero)
+
+
+def _nonfinite(x: Tensor) -> Tensor:
+    # x - x is NaN, which counts as non-zero, for infinities and NaN, and zero for all else.
+    return (x - x).count_nonzero()

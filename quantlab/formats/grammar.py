@@ -19,6 +19,7 @@ but not `-rtn`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -39,6 +40,7 @@ from quantlab.formats.scale import (
 from quantlab.formats.spec import Format, FormatError, Overflow, Rounding, _number
 
 _OPTIONS = ("qmax", "scale", "scale_round", "mode", "state_scale", "overflow")
+_NUMBER = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5})?")
 _DEFAULT_TILE = {"float8_e4m3fn": "block128", "float8_e5m2": "block128"}
 """Scales of elements named bare: the paper's FP8 (one FP32 scale per 128 along dk)."""
 
@@ -68,7 +70,8 @@ def parse_format(text: str) -> Format:
     try:
         return _build(parts)
     except FormatError as error:
-        raise FormatError(f"format {text.strip()!r}: {error}") from None
+        prefix = "" if str(error).startswith("unknown format") else f"format {text.strip()!r}: "
+        raise FormatError(f"{prefix}{error}") from None
 
 
 def _split(text: str) -> _Parts:
@@ -110,8 +113,11 @@ def _build(parts: _Parts) -> Format:
         head, dash, tail = parts.name.rpartition("-")
         if dash and (_element_name(head) or head in FORMATS):
             raise FormatError(_unknown("rounding", tail, get_args(Rounding)))
-        known = list(dict.fromkeys([*FORMATS, *ELEMENT_ALIASES, *ELEMENTS, *PRESETS]))
-        raise FormatError(_unknown("format", parts.name, known))
+        shown = list(dict.fromkeys([*FORMATS, *ELEMENT_ALIASES]))
+        raise FormatError(
+            _unknown("format", parts.name, shown, hidden=[*PRESETS, *ELEMENTS])
+            + f", their ml_dtypes names, and {len(PRESETS)} engine presets such as vllm-fp16-sr"
+        )
     element = ELEMENTS[name]
     tile = _tile(element, parts.scale)
     rounding = parts.rounding or "rtn"
@@ -169,10 +175,9 @@ def _scale(element: Element, tile: Tile, options: Mapping[str, str]) -> Scale:
 
 
 def _qmax(text: str) -> Fraction:
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise FormatError(f"qmax={text} is not a number") from None
+    if not _NUMBER.fullmatch(text):
+        raise FormatError(f"qmax={text} is not a number such as 240")
+    return Fraction(text)
 
 
 def _scale_type(option: str, text: str) -> ScaleType:
@@ -189,9 +194,9 @@ def _choice(option: str, text: str, literal: object) -> str:
     return text
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def _unknown(kind: str, name: str, known: Iterable[str], hidden: Iterable[str] = ()) -> str:
     names = list(known)
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), [*names, *hidden], n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}"
 

@@ -21,8 +21,8 @@ _MASK = 0xFFFFFFFF
 COPY_STRIDE = 1 << 24
 """Layers before the copy index: counter word 3 is layer + COPY_STRIDE * copy."""
 
-_CHUNK = 1 << 15
-"""Counters per pass on the CPU: the working set stays in cache."""
+_CHUNK = 1 << 16
+"""Counters per pass on the CPU: a working set that stays in cache, yet two threads' worth."""
 
 
 def philox4x32(
@@ -49,13 +49,20 @@ def philox4x32(
     for _ in range(rounds):
         # 64-bit products wrap in int64, which keeps their bits; the shift drags the sign along.
         p0, p1 = c0 * _M0, c2 * _M1
-        c0 = ((p1 >> 32).bitwise_and_(_MASK) ^ c1).bitwise_xor_(k0)
-        c2 = ((p0 >> 32).bitwise_and_(_MASK) ^ c3).bitwise_xor_(k1)
+        c0 = _xor(_xor((p1 >> 32).bitwise_and_(_MASK), c1), k0)
+        c2 = _xor(_xor((p0 >> 32).bitwise_and_(_MASK), c3), k1)
         c1, c3 = p1.bitwise_and_(_MASK), p0.bitwise_and_(_MASK)
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     # torch ships no types for this function
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)  # type: ignore[no-untyped-call]
     return c0, c1, c2, c3
+
+
+def _xor(a: Tensor, b: Tensor | int) -> Tensor:
+    """Exclusive or, in place of the fresh `a` where its shape is the result's."""
+    if isinstance(b, int) or a.shape == b.shape or (b.numel() == 1 and b.ndim <= a.ndim):
+        return a.bitwise_xor_(b)
+    return a ^ b
 
 
 def seed_key(seed: int) -> tuple[int, int]:
@@ -115,7 +122,10 @@ def sr_words(
     count = heads * dv * dk
     quads = -(-count // 4)
     streams = stream.to(device=where, dtype=torch.int64)[:, None]
-    flushes = torch.as_tensor(flush, dtype=torch.int64, device=where).reshape(1, 1)
+    if isinstance(flush, Tensor):
+        flushes = flush.to(device=where, dtype=torch.int64).reshape(1, 1)
+    else:
+        flushes = torch.full((1, 1), flush, dtype=torch.int64, device=where)
     place = torch.full((1, 1), layer + COPY_STRIDE * copy, dtype=torch.int64, device=where)
     key = seed_key(seed)
     out = torch.empty(stream.shape[0], quads, 4, dtype=torch.int64, device=where)

@@ -82,8 +82,43 @@ def _preset(spec: str, row: int, project: str, source: str) -> Preset:
     return Preset(spec=spec, row=row, project=project, source=source)
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({})
-"""Engine presets by name."""
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "vllm-fp32": _preset("fp32", 1, "vLLM, Nemotron-H default", "vllm#39032"),
+        "vllm-fp16-sr": _preset("fp16-sr", 2, "vLLM", "vllm#35753"),
+        "sglang-fp16-sr": _preset("fp16-sr", 3, "SGLang", "sglang#26929"),
+        "sglang-bf16-sr": _preset("bf16-sr", 4, "SGLang, unmerged", "sglang#27975"),
+        "trtllm-fp16-sr": _preset("fp16-sr", 5, "TensorRT-LLM", "TensorRT-LLM#11972"),
+        "nemotron-super-fp16": _preset("fp16", 6, "Nemotron 3 Super", "Nemotron docs"),
+        "trtllm-fp32": _preset("fp32", 7, "TensorRT-LLM, Nemotron-Nano", "TensorRT-LLM#14448"),
+        "flashinfer-int16-row": _preset("int16@row", 8, "FlashInfer", "flashinfer#2645"),
+        "flashinfer-fp16-sr": _preset("fp16-sr", 8, "FlashInfer", "flashinfer#2645"),
+        "flashinfer-int8-row": _preset("int8@row", 9, "FlashInfer", "flashinfer#3324"),
+        "flashinfer-int8-row-sr": _preset("int8@row-sr", 9, "FlashInfer", "flashinfer#3324"),
+        "flashinfer-int16-row-sr": _preset("int16@row-sr", 9, "FlashInfer", "flashinfer#3324"),
+        "flashinfer-fp8-row": _preset("fp8@row", 9, "FlashInfer", "flashinfer#3324"),
+        "flashinfer-fp8-row-sr": _preset("fp8@row-sr", 9, "FlashInfer", "flashinfer#3324"),
+        "vllm-int8-row": _preset("int8@row", 10, "vLLM, open", "vllm#40012"),
+        "vllm-int8-row-sr": _preset("int8@row-sr", 10, "vLLM, open", "vllm#40012"),
+        "vllm-int16-row": _preset("int16@row", 10, "vLLM, open", "vllm#40012"),
+        "vllm-int16-row-sr": _preset("int16@row-sr", 10, "vLLM, open", "vllm#40012"),
+        "vllm-fp8-row": _preset("fp8@row", 10, "vLLM, open", "vllm#40012"),
+        "vllm-fp8-row-sr": _preset("fp8@row-sr", 11, "vLLM with ReplaySSM, open", "vllm#52962"),
+        "sglang-int8-snapshot": _preset("int8@key:scale=bf16", 14, "SGLang", "sglang#28185"),
+        "sglang-fp8-tile": _preset(
+            "fp8@tile32x128:qmax=240", 16, "SGLang, proposal", "sglang#40706"
+        ),
+        "hipfire-int8-row-sr": _preset("int8@row-sr", 18, "hipfire, if per row", "hipfire#384"),
+        "lattice-fp16": _preset("fp16", 20, "lattice", "lattice#484"),
+        "imp-bf16": _preset("bf16", 21, "imp", "imp#1776"),
+        "vllm-tpu-bf16": _preset("bf16", 22, "vLLM on TPU", "tpu-inference#2482"),
+        "atom-fp16": _preset("fp16", 23, "ATOM", "ATOM#2130"),
+        "atom-bf16": _preset("bf16", 23, "ATOM", "ATOM#2130"),
+        "omlx-int8-row": _preset("int8@row", 24, "oMLX, open", "omlx#2366"),
+        "llamacpp-fp16": _preset("fp16", 27, "llama.cpp, closed", "llama.cpp#16982"),
+    }
+)
+"""Engine presets by name; block maxima and scales as the engine defines them, random words ours."""
 
 
 @cache

@@ -144,16 +144,12 @@ def _fixed_point(y: Tensor) -> Tensor:
 
 def _round_upper_bits(y: Tensor, element: FloatElement, words: Tensor | None) -> Tensor:
     """Round a type that is the upper part of FP32 (bfloat16): the dropped bits are the fraction."""
+    if words is None:
+        native = _native(element)
+        return y if native is None else y.to(native).to(torch.float32)
     dropped = 23 - element.man_bits
-    if dropped == 0:
-        return y
-    native = _native(element)
-    if words is None and native is not None:
-        return y.to(native).to(torch.float32)
     low = (1 << dropped) - 1
     bits = y.view(torch.int32)
-    if words is None:
-        raise NotImplementedError(f"no rounding to nearest for {element.name}")
     # Up in magnitude when the upper draw bits are below the fraction; seen from a negative number
     # up is towards zero, hence the complement. Adding (low - bits) carries exactly then.
     draws = (words >> (32 - dropped)).to(torch.int32).bitwise_xor_(low)

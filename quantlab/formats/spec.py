@@ -50,9 +50,11 @@ class Format:
             )
         if scale is None:
             if isinstance(element, IntElement) or not element.has_nan:
+                name = element.alias
                 raise FormatError(
-                    f"{element.name} needs a scale, such as {element.name}@row: "
-                    "its range is a few units and it cannot hold a NaN"
+                    f"{element.name} needs a block scale: {name}@row (one per value row), "
+                    f"{name}@key (one per key channel), {name}@state, {name}@block32 or "
+                    f"{name}@tile32x128" + ("; or nvfp4, mxfp4" if name == "fp4" else "")
                 )
         elif isinstance(element, FloatElement) and element.bits > 8:
             raise FormatError(f"{element.name} takes no scale; use it as {element.alias}")
@@ -100,10 +102,10 @@ class Format:
 
 
 def _check_scale(element: Element, scale: Scale) -> None:
-    if not 0 < scale.qmax <= element.max_finite:
+    if not 1 <= scale.qmax <= element.max_finite:
         raise FormatError(
-            f"qmax={_number(scale.qmax)} is outside {element.name}'s range: "
-            f"0 < qmax <= {_number(element.max_finite)}"
+            f"qmax={_number(scale.qmax)} is out of range: {element.name} takes "
+            f"1 <= qmax <= {_number(element.max_finite)}"
         )
     if not element.holds(scale.qmax):
         raise FormatError(f"qmax={_number(scale.qmax)} is not a value of {element.name}")
