@@ -95,7 +95,7 @@ class ScanState:
                         if name.startswith(prefix)
                     }
                 )
-        self.diverged_at.copy_(named["diverged_at"])
+        self.diverged_at = named["diverged_at"].to(device).clone()
 
 
 class WindowedScan:
@@ -213,6 +213,7 @@ class WindowedScan:
             raise RuntimeError("no state yet: call prefill first")
         return self.carried.state_dict()
 
+    @torch.inference_mode()
     def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of a scan with the same arguments.
 

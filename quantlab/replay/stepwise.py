@@ -200,6 +200,7 @@ class StepwiseCache:
                     named[f"{p}.buffer.{name}"] = torch.stack(values)
         return named
 
+    @torch.inference_mode()
     def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of a cache with the same arguments."""
         device = self.streams.device
@@ -227,8 +228,8 @@ class StepwiseCache:
             self.caches.append(
                 PolicyCache(
                     policy=policy,
-                    recur=held["recur"],
-                    read=held.get("read"),
+                    recur=held["recur"].clone(),
+                    read=held["read"].clone() if "read" in held else None,
                     buffer=buffer,
                     flush=int(held["flush"]),
                 )

@@ -1,56 +1,16 @@
-"""Proof 1: the windowed scan is the stepwise cache is the textbook recurrence.
-
-In FP64 the two engines differ by the order of additions only, ~1e-15 relative per window, also
-where states and records are rounded: a rounding boundary lies within that distance of a value with
-a probability of about 1e-9 per element, and none does for these seeds. The tolerance is DESIGN's.
-"""
+"""Proof 1: the windowed scan is the stepwise cache is the textbook recurrence, in FP64."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 import torch
 
-from quantlab.recurrence import OpInputs, textbook
-from quantlab.replay import Policy, StepwiseCache, WindowedScan, parse_policy
+from quantlab.recurrence import textbook
+from quantlab.replay import StepwiseCache, WindowedScan, parse_policy
 from tests.recurrence.sampling import KINDS, relative, sample_inputs
+from tests.replay.decoding import FP64, PROMPT, STREAMS, Engine, compare, decode, for_policies
 
-FP64 = 1e-10
-STREAMS = torch.tensor([3, 8])
-PROMPT = 9
 STEPS = 75
-
-Engine = WindowedScan | StepwiseCache
-
-
-def decode(
-    engine: type[Engine], policies: Sequence[Policy], inputs: OpInputs, cuts: Sequence[int]
-) -> tuple[torch.Tensor, Engine]:
-    """Prefill with the first cut, then decode segment by segment."""
-    scan = engine(policies, STREAMS, layer=2, seed=7)
-    outputs = [scan.prefill(inputs.slice(0, cuts[0]))]
-    bounds = [*cuts, inputs.steps]
-    for start, stop in pairwise(bounds):
-        outputs.append(scan(inputs.slice(start, stop)))
-    return torch.cat(outputs, 1), scan
-
-
-def for_policies(inputs: OpInputs, count: int) -> OpInputs:
-    """Repeat the streams' inputs for every policy."""
-    return inputs.rows(torch.arange(inputs.n_rows).repeat(count))
-
-
-def compare(policies: Sequence[Policy], inputs: OpInputs, cuts: Sequence[int]) -> None:
-    inputs = for_policies(inputs, len(policies))
-    o_ref, cache = decode(StepwiseCache, policies, inputs, [PROMPT])
-    o, scan = decode(WindowedScan, policies, inputs, cuts)
-    for p, policy in enumerate(policies):
-        rows = slice(2 * p, 2 * p + 2)
-        assert relative(o[rows], o_ref[rows]) < FP64, policy
-        assert relative(scan.state()[rows], cache.state()[rows]) < FP64, policy
-    assert torch.equal(scan.diverged_at, cache.diverged_at)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +21,7 @@ def test_unrounded_equals_textbook(kind: str, window: int) -> None:
     inputs = for_policies(sample_inputs(kind, steps=STEPS, dv=5, dk=16), len(policies))
     o_ref, s_ref = textbook(inputs)
     for engine in (WindowedScan, StepwiseCache):
-        o, scan = decode(engine, policies, inputs, [PROMPT])
+        o, scan = decode(engine, policies, inputs)
         assert relative(o, o_ref) < FP64
         assert relative(scan.state(), s_ref) < FP64
 
@@ -77,7 +37,7 @@ def test_every_format(kind: str) -> None:
     policies = [parse_policy(f"shared:{fmt}") for fmt in EVERY_FORMAT]
     policies += [parse_policy(f"{fmt} / fp16-sr") for fmt in EVERY_FORMAT]
     # dk is no multiple of a block of 16 or 32
-    compare(policies, sample_inputs(kind, steps=STEPS, dv=5, dk=24), [PROMPT])
+    compare(policies, sample_inputs(kind, steps=STEPS, dv=5, dk=24))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,9 +76,9 @@ def test_windows_and_kinds_mix_in_one_batch() -> None:
 def test_planning_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     policies = [parse_policy("nvfp4 / fp16-sr L=4"), parse_policy("conventional:fp8")]
     inputs = for_policies(sample_inputs("gdn", steps=STEPS), 2)
-    o, scan = decode(WindowedScan, policies, inputs, [PROMPT])
+    o, scan = decode(WindowedScan, policies, inputs)
     monkeypatch.setattr("quantlab.replay.scan.PLAN_ELEMENTS", 1)
-    o_small, scan_small = decode(WindowedScan, policies, inputs, [PROMPT])
+    o_small, scan_small = decode(WindowedScan, policies, inputs)
     assert relative(o_small, o) < FP64
     assert relative(scan_small.state(), scan.state()) < FP64
 
@@ -128,8 +88,8 @@ def test_F07_one_step_windows_equal_the_stepwise_engine_bit_for_bit() -> None:
         for dtype in (torch.float32, torch.float64):
             inputs = sample_inputs(kind, steps=40, dk=128, dv=64, dtype=dtype)
             policies = [parse_policy("conventional:fp8-sr")]
-            o_ref, cache = decode(StepwiseCache, policies, inputs, [PROMPT])
-            _, scan = decode(WindowedScan, policies, inputs, [PROMPT])
+            o_ref, cache = decode(StepwiseCache, policies, inputs)
+            _, scan = decode(WindowedScan, policies, inputs)
             # the prompts' states differ in the order of additions: start both from one
             scan.start(cache.state(), inputs)
             cache.start(cache.state())
