@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from quantlab.errors import UsageError
 from quantlab.models.adapters import time_step_limit
 from quantlab.models.checkpoint import Checkpoint, weights_digest
@@ -103,7 +105,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
         "recurrent_layers": loaded.layers,
         "dtype": str(loaded.activation_dtype).removeprefix("torch."),
         "device_type": loaded.device.type,
-        "torch": metadata.version("torch"),
+        "torch": str(torch.__version__),  # with its CUDA build, which the package version lacks
         "transformers": metadata.version("transformers"),
         "op_implementation": op_implementation(loaded.family),
         "time_step_limit": limit_of(loaded),
