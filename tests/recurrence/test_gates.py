@@ -17,14 +17,6 @@ from quantlab.recurrence.gates import (
 )
 
 
-def test_B08_softplus() -> None:
-    x = torch.tensor([20.0, 50.0, 89.0, 100.0, -100.0])
-    y = softplus(x)
-    assert torch.equal(y[:4], torch.tensor([20.0, 50.0, 89.0, 100.0]))
-    # exp(−100) is a subnormal number; 0 where subnormals are flushed
-    assert y[4].item() == pytest.approx(math.exp(-100), rel=0.05) or y[4].item() == 0
-
-
 def test_softplus_against_fp64() -> None:
     x = torch.linspace(-30, 30, 10_001, dtype=torch.float64)
     exact = torch.tensor([math.log1p(math.exp(v)) for v in x.tolist()], dtype=torch.float64)
@@ -33,30 +25,12 @@ def test_softplus_against_fp64() -> None:
     assert torch.allclose(softplus(x.float()).double(), exact, rtol=6e-7 * 4, atol=0)
 
 
-def test_B11_epsilon_is_added_to_the_sum() -> None:
-    x = torch.full((128,), 1e-4)
-    assert l2norm(x)[0].item() == pytest.approx(0.0662266, abs=1e-7)
-    assert torch.equal(l2norm(torch.zeros(128)), torch.zeros(128))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_l2norm_works_in_fp32_or_fp64(dtype: torch.dtype) -> None:
     x = torch.full((4, 64), 3.0, dtype=dtype)
     y = l2norm(x)
     assert y.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert y[0, 0].item() == pytest.approx(0.125, rel=1e-6)
-
-
-def test_B07_gate_is_finite_for_all_finite_parameters() -> None:
-    gate = gdn_log_decay(torch.tensor([-200.0]), torch.tensor([100.0]), torch.tensor([0.0]))
-    assert gate.exp().item() == 1.0
-    a, rate = torch.meshgrid(
-        torch.linspace(-300, 300, 61), torch.linspace(-300, 300, 61), indexing="ij"
-    )
-    gate = gdn_log_decay(a, rate, torch.zeros(61))
-    assert torch.isfinite(gate).all()
-    assert gate.min() >= MIN_LOG_DECAY
-    assert gate.max() <= 0
 
 
 def test_gdn_gate_against_fp64() -> None:
