@@ -82,7 +82,13 @@ DEFAULT_SUITE = "replayssm"
     show_default=True,
     help="Tokens before position 1, in full precision.",
 )
-@click.option("--engine", type=click.Choice(ENGINES), default="windowed", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="windowed",
+    show_default=True,
+    help="windowed: at prefill speed; stepwise: the oracle, one token a forward.",
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**64 - 1),

@@ -42,7 +42,7 @@ def build_spec(
     chosen = list_policies(policies)
     if floor and not any(p.kind == "shared" and p.recur.is_exact for p in chosen):
         windows = [p.window for p in chosen if p.kind != "conventional"] or [DEFAULT_WINDOW]
-        chosen.insert(0, parse_policy("shared:fp32", window=windows[0]))
+        chosen.insert(0, parse_policy("shared:fp32", window=max(windows)))
     source = resolve(model)
     zoo = source.origin == "zoo"
     data = data or (ZOO_DATA if zoo else OTHER_DATA)

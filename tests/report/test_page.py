@@ -40,7 +40,7 @@ def parse(files):
 
 
 def test_files(run):
-    result, files = run
+    _, files = run
     assert [f.name for f in files] == ["kl.png", "kl.svg", "tail.png", "tail.svg", "index.html"]
     assert all(f.stat().st_size > 1000 for f in files)
     assert files[-1].stat().st_size <= 2_000_000
