@@ -11,6 +11,10 @@ of them flushes it. Rounding points:
    folded (`fold`).
 
 The output of the last step is that of the state to be stored.
+
+A record of u beyond FP16's range is infinite, as IEEE has it; all outputs of its window, earlier
+ones included, are then not finite (0·∞ in the products), where one token at a time only later
+ones are.
 """
 
 from __future__ import annotations
