@@ -125,3 +125,35 @@ def test_words_broadcast_over_leading_axes_and_layout_does_not_matter(name: str)
         assert torch.equal(out[i], quantize(x[i], fmt, words)[0])
     strided = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert torch.equal(quantize(strided, fmt, words)[0], out)
+
+
+def test_nvfp4_block_scale_divides_by_six_first() -> None:
+    """(amax / 6) / s in this order: amax / (6 s) and (amax / s) / 6 give 1.75 here."""
+    x = torch.zeros(2, 16)
+    x[0, 0] = 3000.0
+    x[1, 0] = float.fromhex("0x1.699b6ep+3")
+    encoded = encode(x, parse_format("nvfp4"))
+    assert encoded.scales is not None
+    assert encoded.scales.view(torch.float8_e4m3fn).float().tolist() == [[448.0], [1.625]]
+
+
+@pytest.mark.parametrize("draw", [0, 1, 2**32 - 1])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("fp8-sr", 1e-43),
+        ("int8@row-sr", 1.4e-45),
+        ("int8@row:scale=fp16-sr", 1e-7),
+        ("nvfp4-sr", 0),
+    ],
+)
+def test_an_underflowing_scale_makes_exact_zeros(name: str, size: float, draw: int) -> None:
+    """Also for negative elements, where the rule alone would step down once in 2^32 draws."""
+    x = torch.full((2, 128), -size) if size else torch.full((2, 128), -1e-9)
+    if not size:
+        x[1] = 1.0  # a block scale is relative to the state's
+    encoded = encode(x, parse_format(name), torch.tensor([draw]))
+    assert (decode(encoded)[0] == 0).all()
+    blocks = encoded.scales.shape[-1] if encoded.scales is not None else 0
+    assert int(encoded.counts.zeroed) == blocks * (2 if size else 1)
+    assert int(encoded.counts.flushed) == 128 * (2 if size else 1)
