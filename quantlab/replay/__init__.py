@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from quantlab.replay.policy import SUITES, Policy, PolicyError, parse_policy, suite
 
 if TYPE_CHECKING:
-    from quantlab.replay.scan import ScanState, WindowedScan
+    from quantlab.replay.carried import ScanState
+    from quantlab.replay.scan import WindowedScan
     from quantlab.replay.stepwise import StepwiseCache
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "ScanState": "quantlab.replay.scan",
+    "ScanState": "quantlab.replay.carried",
     "StepwiseCache": "quantlab.replay.stepwise",
     "WindowedScan": "quantlab.replay.scan",
 }
