@@ -99,30 +99,47 @@ def _packaged(manifest: Manifest) -> Iterator[Document]:
 
 def _hub(manifest: Manifest) -> Iterator[Document]:
     hub = manifest.hub
-    where = f"{hub['repository']} at revision {hub['revision']}"
+    path = _download(hub["repository"], hub["revision"], hub["file"])
     import datasets
 
-    try:
-        table = datasets.load_dataset(
-            hub["repository"],
-            revision=hub["revision"],
-            data_files={manifest.split: hub["file"]},
-            split=manifest.split,
-        )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # offline, `datasets` raises any of these, according to how far it came
-        raise MissingAsset(
-            f"the data set {where} ({hub['file']}) is neither in the cache "
-            f"({datasets.config.HF_DATASETS_CACHE}, {datasets.config.HF_CACHE_HOME}) nor "
-            f"reachable. Where the network is: hf download {hub['repository']} --repo-type "
-            f"dataset --revision {hub['revision']}; or give --data a local .txt or .jsonl "
-            f"({type(error).__name__}: {_first_line(error)})"
-        ) from error
+    table = datasets.load_dataset(
+        "parquet", data_files={manifest.split: str(path)}, split=manifest.split
+    )
     for row in table:
         title = str(row[hub["title_column"]])
         yield Document(
             name=title, source=f"{hub['repository']}@{hub['revision']}", text=row[hub["column"]]
         )
+
+
+def _download(repository: str, revision: str, file: str) -> Path:
+    """Path of a hub data set's file in the cache, where a pinned one is found without a request.
+
+    Raises:
+        MissingAsset: if it is neither there nor to be had.
+    """
+    from huggingface_hub import (
+        constants,
+        dataset_info,
+        hf_hub_download,
+        try_to_load_from_cache,
+    )
+
+    cached = try_to_load_from_cache(repository, file, repo_type="dataset", revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        # without a network this fails at once, where the download tries for half a minute
+        dataset_info(repository, revision=revision)
+        return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
+    except (OSError, ValueError) as error:
+        # what huggingface_hub raises offline and for refused requests derives from these two
+        raise MissingAsset(
+            f"the data set {repository} at revision {revision} ({file}) is neither in the hub "
+            f"cache ({constants.HF_HUB_CACHE}) nor reachable. Where the network is: hf download "
+            f"{repository} {file} --repo-type dataset --revision {revision}; or give --data a "
+            f"local .txt or .jsonl ({type(error).__name__}: {_first_line(error)})"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

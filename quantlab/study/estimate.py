@@ -56,6 +56,8 @@ def estimate(spec: KlSpec, backend: Backend | None = None) -> dict[str, Any]:
 
 def trial(m: LoadedModel, spec: KlSpec, plan: Plan, tokens: Tensor, backend: Backend) -> float:
     """Seconds of the whole study, from two segments of the largest batch."""
+    from quantlab.models.load import quiet_transformers
+
     batch = max(plan.stream_batches, key=len)
     segment = plan.segment
     if spec.device == "cpu" and spec.engine == "windowed":
@@ -72,8 +74,9 @@ def trial(m: LoadedModel, spec: KlSpec, plan: Plan, tokens: Tensor, backend: Bac
         segment=segment,
     )
     marks = [(0, time.monotonic())]
-    for _ in forcing.run(lambda done, _: marks.append((done, time.monotonic()))):
-        pass
+    with quiet_transformers():
+        for _ in forcing.run(lambda done, _: marks.append((done, time.monotonic()))):
+            pass
     # the first segment also pays for the prompt and for warming up
     (begin, since), (end, until) = marks[-2:]
     rate = (end - begin) / (until - since)

@@ -5,8 +5,12 @@ import json
 import lzma
 
 import datasets
+import huggingface_hub
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import quantlab.data.documents as documents_module
 from quantlab.data import ByteTokenizer, load_streams, tokens_needed
@@ -134,29 +138,54 @@ def test_altered_packaged_stream_is_refused(tmp_path, monkeypatch):
         load("books")
 
 
-def test_missing_hub_data_set_names_it_and_how_to_get_it(monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no network\nand a second line")
+FILE = "data/test-00000-of-00001-29a571947c0b5ccc.parquet"
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+
+def hub_file(folder):
+    path = folder / FILE
+    path.parent.mkdir(parents=True)
+    columns = {"short_book_title": ["A", "B"], "text": ["a" * 5, "b" * 50]}
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("step", ["dataset_info", "hf_hub_download"])
+def test_missing_hub_data_set_names_it_and_how_to_get_it(monkeypatch, step):
+    def unreachable(*args, **kwargs):
+        raise LocalEntryNotFoundError("cannot find the file\nand a second line")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, step, unreachable)
     with pytest.raises(MissingAsset) as caught:
         load("pg19")
     assert caught.value.exit_code == 5
-    for part in ("emozilla/pg19-test", "c5e39bf32e33", "hf download", "ConnectionError"):
+    for part in ("emozilla/pg19-test", "c5e39bf32e33", "hf download", "hub cache"):
         assert part in str(caught.value)
 
 
-def test_hub_data_set_reads_its_columns(monkeypatch):
-    rows = [{"short_book_title": "A", "text": "a" * 5}, {"short_book_title": "B", "text": "b" * 50}]
-    asked = {}
+@pytest.mark.parametrize("cached", [False, True])
+def test_hub_data_set_is_read_through_datasets(monkeypatch, tmp_path, cached):
+    path = hub_file(tmp_path)
+    asked = []
 
-    def cached(repository, **kwargs):
-        asked.update(kwargs, repository=repository)
-        return rows
+    def look(repository, file, **kwargs):
+        asked.append((repository, file, kwargs["repo_type"], kwargs["revision"]))
+        return str(path) if cached else None
 
-    monkeypatch.setattr(datasets, "load_dataset", cached)
-    assert [s.name for s in load("pg19").streams] == ["B"]
-    assert asked["revision"].startswith("c5e39bf") and asked["split"] == "test"
+    def request(*args, **kwargs):
+        assert not cached, "a pinned file that is cached needs no request"
+        assert kwargs["revision"] == asked[0][3]
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", look)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", request)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", request)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    got = load("pg19")
+    assert [s.name for s in got.streams] == ["B"] and got.tokens.shape == (1, 13)
+    revision = "c5e39bf32e33f9111323aa68d7d9000d22722035"
+    assert asked == [("emozilla/pg19-test", FILE, "dataset", revision)]
 
 
 def test_tokens_needed():
