@@ -132,8 +132,8 @@ def _download(repository: str, revision: str, file: str) -> Path:
         # without a network this fails at once, where the download tries for half a minute
         dataset_info(repository, revision=revision)
         return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
-    except (OSError, ValueError) as error:
-        # what huggingface_hub raises offline and for refused requests derives from these two
+    except Exception as error:
+        # its own errors, or those of the HTTP library, which differs by version; shown in the text
         raise MissingAsset(
             f"the data set {repository} at revision {revision} ({file}) is neither in the hub "
             f"cache ({constants.HF_HUB_CACHE}) nor reachable. Where the network is: hf download "

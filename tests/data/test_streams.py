@@ -149,10 +149,15 @@ def hub_file(folder):
     return path
 
 
+class ConnectError(Exception):
+    """An HTTP library's own error: no OSError."""
+
+
 @pytest.mark.parametrize("step", ["dataset_info", "hf_hub_download"])
-def test_missing_hub_data_set_names_it_and_how_to_get_it(monkeypatch, step):
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError, ConnectError])
+def test_missing_hub_data_set_names_it_and_how_to_get_it(monkeypatch, step, error):
     def unreachable(*args, **kwargs):
-        raise LocalEntryNotFoundError("cannot find the file\nand a second line")
+        raise error("cannot find the file\nand a second line")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: None)
     monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *a, **k: None)
