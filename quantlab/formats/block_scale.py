@@ -137,11 +137,11 @@ def block_scales(amax: Tensor, fmt: Format) -> BlockScales:
     else:
         stored = _round_scale(_divide(amax, qmax), scale)
     if state is None:
-        zero = stored == 0
+        zero = (stored == 0) & finite
         used = stored = torch.where(zero, 1.0, stored)
     else:
         used = stored * state
-        zero = used == 0
+        zero = (used == 0) & finite
     stored = torch.where(finite, stored, _NAN)
     used = torch.where(finite, used, _NAN)
     return BlockScales(

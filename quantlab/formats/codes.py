@@ -36,8 +36,10 @@ def element_codes(values: Tensor, element: Element) -> Tensor:
     """
     if element.name in _WIDE:
         stored, pattern = _WIDE[element.name]
-        # Assigning NaN leaves one pattern for all of them: the type's positive quiet NaN.
-        return torch.where(values.isnan(), float("nan"), values).to(stored).view(pattern)
+        signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[stored.itemsize]
+        # One pattern for all NaN: what a cast makes of them differs between CPU and GPU.
+        bits = values.to(stored).view(signed)
+        return torch.where(values.isnan(), element.nan_code or 0, bits).view(pattern)
     if isinstance(element, IntElement):
         return torch.nan_to_num(values, nan=0.0).to(
             torch.int8 if element.bits <= 8 else torch.int16

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from quantlab.formats import encode, parse_format, quantize
+from quantlab.formats import ELEMENTS, encode, parse_format, quantize
 from quantlab.formats.philox import sr_words
+from quantlab.formats.rounding import round_clamped
 from tests.formats.test_cast_laws import ALL, make_state
 
 pytestmark = [
@@ -77,3 +78,22 @@ def test_store_and_load_can_be_captured(name: str) -> None:
         flush.fill_(step)
         graph.replay()
         assert torch.equal(out, store())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
+def test_all_fp32_patterns_against_torch(name: str) -> None:
+    """Every FP32 value within the type's range, both zeros and all subnormals: 2^32 patterns."""
+    element = ELEMENTS[name]
+    largest = float(element.max_finite)
+    seen = 0
+    for start in range(-(1 << 31), 1 << 31, 1 << 27):
+        bits = torch.arange(start, start + (1 << 27), dtype=torch.int64, device="cuda")
+        x = bits.to(torch.int32).view(torch.float32)
+        inside = x.abs() <= largest
+        x = torch.where(inside, x, torch.zeros_like(x))
+        theirs = x.to(getattr(torch, name)).float()
+        seen += int(inside.count_nonzero())
+        ours = round_clamped(x, element, None)
+        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert seen > 1 << 31

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantlab.formats import decode, encode, parse_format, quantize
-from quantlab.formats.block_scale import scale_cap
+from quantlab.formats.block_scale import block_scales, scale_cap
 from quantlab.formats.scale import SCALE_TYPES
 from tests.formats import oracle
 
@@ -93,6 +93,18 @@ def test_a_bad_value_poisons_its_block_only(name: str, bad: float, suffix: str) 
         assert int(counts.nonfinite) == 1
         if not fmt.scale.per_state:
             assert torch.equal(out[~inside], clean[~inside])
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("pattern", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, 0x7F800000])
+def test_a_bad_maximum_gives_nan_scales_whatever_its_bits(name: str, pattern: int) -> None:
+    """A GPU's NaN is 0x7FFFFFFF: bit tricks on it carry into the sign."""
+    amax = torch.tensor([[1.0, 0.0]])
+    amax.view(torch.int32)[0, 1] = pattern
+    scales = block_scales(amax, parse_format(name))
+    for part in (scales.stored, scales.divisor, scales.multiplier):
+        assert part[0, 1].isnan() and part[0, 0].isfinite()
+    assert not scales.zeroed.any()
 
 
 def test_scale_caps_keep_products_finite() -> None:
