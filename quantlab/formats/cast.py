@@ -189,8 +189,17 @@ def _input(x: Tensor, fmt: Format, words: Tensor | None) -> Tensor:
         raise TypeError(f"a state is a floating-point tensor, got {x.dtype}")
     if fmt.needs_words and words is None:
         raise ValueError(f"{fmt} rounds stochastically and needs random words")
+    if fmt.needs_words and words is not None and not _broadcasts(words, x):
+        raise ValueError(
+            f"random words of shape {tuple(words.shape)} do not broadcast to {tuple(x.shape)}"
+        )
     wanted = torch.float64 if fmt.element.name == "float64" else torch.float32
     return x.to(wanted).contiguous()
+
+
+def _broadcasts(words: Tensor, x: Tensor) -> bool:
+    sizes = zip(reversed(words.shape), reversed(x.shape), strict=False)
+    return words.ndim <= x.ndim and all(w in (1, n) for w, n in sizes)
 
 
 def _scaled(x: Tensor, fmt: Format) -> tuple[Tensor, Blocks, BlockScales]:

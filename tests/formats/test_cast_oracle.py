@@ -123,6 +123,9 @@ def test_rejects_what_is_no_state() -> None:
         quantize(torch.zeros(128), fmt)
     with pytest.raises(ValueError, match="random words"):
         quantize(torch.zeros(4, 128), fmt)
+    for shape in [(2, 4, 128), (3, 128), (4, 64)]:
+        with pytest.raises(ValueError, match="do not broadcast"):
+            quantize(torch.zeros(4, 128), fmt, torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(TypeError, match="floating-point"):
         encode(torch.zeros(4, 128, dtype=torch.int32), parse_format("fp8"))
 
