@@ -34,6 +34,7 @@ FLIP_BOUND = 2e-3
 """Share of state elements after one window that may differ: those within 1e-7 of a boundary."""
 
 EXTRA = (
+    "conventional",
     "conventional:fp8-sr",
     "conventional:nvfp4-sr",
     "shared:nvfp4",
@@ -44,6 +45,7 @@ EXTRA = (
     "shared:fp8-sr records=bf16",
     "nvfp4 / fp16-sr records=bf16",
 )
+SEED = 2**63 + 5
 SHAPES = {
     "gdn": {"heads": 4, "key_heads": 2, "dv": 128, "dk": 128},
     "mamba2": {"heads": 8, "key_heads": 1, "dv": 64, "dk": 128},
@@ -96,8 +98,8 @@ def compare(policy: Policy, family: str, *, device: str, dtype: torch.dtype) -> 
     prompt, steps = 24, 3 * max(policy.window, 16) + 5
     inputs = make_inputs(family, 1, prompt + steps, device="cpu", seed=1, dtype=dtype)
     streams = torch.tensor([3])
-    ours = TritonScan([policy], streams.to(device), layer=2, seed=2**63 + 5)
-    reference = WindowedScan([policy], streams, layer=2, seed=2**63 + 5)
+    ours = TritonScan([policy], streams.to(device), layer=2, seed=SEED)
+    reference = WindowedScan([policy], streams, layer=2, seed=SEED)
     reference.prefill(inputs.slice(0, prompt))
     _, state = exact_scan(inputs.slice(0, prompt))
     ours.start(state.to(device), to_device(inputs.slice(0, prompt), device))
@@ -140,7 +142,7 @@ def time_scan(
         `ms` of one layer (median), its spread, `us_per_window` of 16 steps, `compile_s`.
     """
     ids = torch.arange(streams, device="cuda")
-    scan = TritonScan(policies, ids, layer=0, seed=1)
+    scan = TritonScan(policies, ids, layer=0, seed=SEED)
     rows = len(policies) * streams
     inputs = make_inputs(family, rows, steps, device="cuda", seed=2, dtype=torch.float32)
     started = time.perf_counter()
@@ -205,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=4, help="streams of a timed batch")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile and compare")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="run what has this text in its name")
     options = parser.parse_args(arguments)
     results: dict[str, Any] = {"triton": triton.__version__, "torch": torch.__version__}
     suite = SUITES["replayssm"]
@@ -213,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases += [(p, "gdn", "float32") for p in EXTRA]
     cases += [(p, "kda", "float32") for p in narrow]
     cases += [(p, family, "bfloat16") for family in ("gdn", "mamba2") for p in narrow]
-    jobs = [(*case, options.device) for case in cases]
+    jobs = [(*case, options.device) for case in cases if options.only in " ".join(case)]
     if options.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
             for name, row in pool.imap(compare_case, jobs, chunksize=1):
@@ -227,8 +230,10 @@ def main(arguments: list[str] | None = None) -> int:
         for family in ("gdn", "mamba2"):
             batches = {"suite + reference": [reference, *suite]}
             batches |= {p.short: [p] * 10 for p in suite}
-            batches |= {p: [parse_policy(p)] * 10 for p in EXTRA[:2]}
+            batches |= {p: [parse_policy(p)] * 10 for p in EXTRA[:3]}
             for label, policies in batches.items():
+                if options.only not in f"{family} {label}":
+                    continue
                 row = timed_case(policies, family, options.streams, options.steps)
                 report(f"time {family} {label}", row, results)
     rows = [row for row in results.values() if isinstance(row, dict)]

@@ -19,9 +19,9 @@ from triton.runtime.jit import JITFunction
 
 from quantlab.recurrence import OpInputs
 from quantlab.replay.draws import READ, RECUR
-from quantlab.replay.lane import Lane, LaneKind, stores_exactly
+from quantlab.replay.lane import Lane, LaneKind
 from quantlab.replay.policy import Policy
-from quantlab.replay.scan import WindowedScan, common_window
+from quantlab.replay.scan import WindowedScan
 from quantlab_kernels.conventional import conventional_scan, conventional_scan_kernel
 from quantlab_kernels.scan import MAX_WINDOW, windowed_scan
 from quantlab_kernels.stores import store_kind, store_states
@@ -34,7 +34,7 @@ class Group:
     """Rows that store alike.
 
     Attributes:
-        policy: as it is run (conventional FP32 runs on the windows of the others).
+        policy: that they have in common.
         indices: which policies of the scan these are.
         rows: int64 [R] their rows in the scan.
         streams: int64 [R] global stream ids.
@@ -217,13 +217,10 @@ class TritonScan(WindowedScan):
             )
 
     def _grouped(self, inputs: OpInputs) -> list[tuple[Policy, list[int]]]:
-        """List policies as they are run, each with the indices that it stands for."""
-        grid = min(common_window(self.policies), MAX_WINDOW)
+        """List distinct policies, each with the indices of those that store as it does."""
         members: dict[LaneKind, tuple[Policy, list[int]]] = {}
         for index, policy in enumerate(self.policies):
-            if policy.window == 1 and stores_exactly(policy.recur, inputs):
-                policy = replace(policy, kind="shared", window=grid, records="exact")
-            kind = LaneKind.of(policy, inputs, None)
+            kind = LaneKind.of(policy, inputs)
             members.setdefault(kind, (policy, []))[1].append(index)
         return list(members.values())
 
@@ -270,7 +267,7 @@ class TritonScan(WindowedScan):
     def _current(self, group: Group) -> Tensor:
         if group.pending is None:
             return group.recur
-        lane = Lane(LaneKind.of(group.policy, group.pending, None), [0], group.streams, exact=False)
+        lane = Lane(LaneKind.of(group.policy, group.pending), [0], group.streams, exact=False)
         lane.recur, lane.read = group.recur, group.read
         lane.part(group.pending, None)
         return lane.state()

@@ -194,7 +194,8 @@ def test_conventional_float32_takes_single_steps_beside_windows() -> None:
     piece = inputs.slice(PROMPT, PROMPT + 27)
     o, expected = ours(on_device(piece)).cpu(), reference(piece)
     assert relative(o[:4], expected[:4]) < OUTPUT
-    assert torch.equal(o[:2], o[2:4])  # the inputs of both policies' rows are the same
+    # the same inputs in another order of additions: the floor under every divergence
+    assert 0 < relative(o[:2], o[2:4]) < OUTPUT
     assert relative(o[4:], expected[4:]) < OUTPUT
 
 
