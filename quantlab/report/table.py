@@ -11,6 +11,8 @@ import pyarrow as pa
 from quantlab.replay.policy import parse_policy
 
 COLUMN_FACTOR = 4
+# A ratio beyond this says no more than that the floor does not matter.
+FAR = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def _ratio(point: dict[str, Any]) -> str:
     floor, kl = point["floor"], point["kl"]
     if floor is None or math.isnan(floor) or math.isnan(kl) or floor <= 0:
         return "–"
-    return number(kl / floor)
+    return number(kl / floor) if kl < FAR * floor else f">{number(FAR)}"
 
 
 def _percent(x: float) -> str:

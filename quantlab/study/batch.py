@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from quantlab.study.spec import KlSpec
 
 
+# Saving takes at most about one part in this many of the time: a long cache is gigabytes.
+SAVE_SHARE = 20
+
+
 def run_batch(
     directory: RunDirectory,
     spec: KlSpec,
@@ -45,23 +49,27 @@ def run_batch(
         positions: measured positions, ascending.
         advance: told the positions done.
         note: told when a state could not be saved.
-        checkpoint_seconds: time between saves of the engine's state.
+        checkpoint_seconds: time between saves of the engine's state; longer where they are slow,
+            but every segment is saved at 0.
 
     Raises:
         RunError: numbers that cannot be, or a disk that is full.
     """
     _restore(directory, index, forcing, positions)
     advance(forcing.done)
-    saved = time.monotonic()
+    due = time.monotonic() + checkpoint_seconds
 
     def segment_done(done: int, last: int) -> None:
-        nonlocal saved
+        nonlocal due
         advance(done)
-        if done < last and time.monotonic() - saved >= checkpoint_seconds:
+        begun = time.monotonic()
+        if done < last and begun >= due:
             problem = _save(directory.state_file(index), forcing.state_dict())
             if problem:
                 note(f"the state could not be saved ({problem}): a kill would restart this batch")
-            saved = time.monotonic()
+            now = time.monotonic()
+            slow = SAVE_SHARE * (now - begun) if checkpoint_seconds else 0.0
+            due = now + max(checkpoint_seconds, slow)
 
     for measured in forcing.run(segment_done):
         rows = chunk_rows(

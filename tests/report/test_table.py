@@ -56,6 +56,11 @@ def test_floor_of_zero_has_no_ratio():
     assert {row[6] for row in make_table(make_summary(floor=0.0)).rows} == {"–"}
 
 
+def test_ratio_far_above_the_floor_is_capped():
+    rows = make_table(make_summary(floor=1e-13)).rows
+    assert rows[0][6] == "1" and {row[6] for row in rows[1:]} == {">1.00e6"}
+
+
 def test_plain_and_markdown_say_what_the_numbers_are():
     for text in (plain_table(make_summary()), markdown_table(make_summary())):
         assert "nats" in text and "4 streams" in text and "nvfp4 / fp16-sr" in text
