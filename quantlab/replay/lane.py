@@ -29,8 +29,7 @@ class LaneKind:
     """What rows of a lane have in common.
 
     Attributes:
-        window: L of the scan. A policy whose stores change nothing (conventional FP32) may be
-            scanned with any L, and its own is not kept here.
+        window: L.
         read: format of the read copy, None with one copy.
         recur: format of the recurrence or only copy.
         types: of the records.
@@ -44,25 +43,16 @@ class LaneKind:
     rederive: bool
 
     @classmethod
-    def of(cls, policy: Policy, inputs: OpInputs, window: int | None) -> LaneKind:
-        """Kind of a policy's rows on a layer's inputs.
-
-        Args:
-            policy: the policy.
-            inputs: of the layer, for the record types.
-            window: L to scan with where the policy's stores change nothing, or None.
-        """
+    def of(cls, policy: Policy, inputs: OpInputs) -> LaneKind:
+        """Kind of a policy's rows on a layer's inputs, which tell the record types."""
         types = RecordTypes.of(policy.records, inputs)
-        length = policy.window
-        if length == 1 and window is not None and stores_exactly(policy.recur, inputs):
-            length, types = window, RecordTypes(k=None, v=None, u=None)
-        if length == 1:
+        if policy.window == 1:
             types = RecordTypes(k=None, v=None, u=None)  # the L-th token is never recorded
         separate = policy.kind == "separate"
         # With one copy and exact records the cached corrections are the derived ones.
         rederive = policy.corrections == "rederive" or (types.exact and not separate)
         return cls(
-            window=length,
+            window=policy.window,
             read=policy.read if separate else None,
             recur=policy.recur,
             types=types,

@@ -20,7 +20,7 @@ from quantlab.recurrence.layout import uncut
 from quantlab.replay.carried import Group, ScanState, mark_diverged
 from quantlab.replay.draws import Draws
 from quantlab.replay.lane import Lane, LaneKind, stores_exactly
-from quantlab.replay.policy import DEFAULT_WINDOW, Policy
+from quantlab.replay.policy import Policy
 
 # Elements of one [W, B, L, dk] tensor of a lane's plan; about six live at once for every lane.
 # Measured on two cores: flat from 2^18 to 2^20, half as slow again at 2^22 (out of the caches).
@@ -30,9 +30,8 @@ PLAN_ELEMENTS = 1 << 19
 class WindowedScan:
     """One recurrent layer's scan for a batch of policies × streams.
 
-    Rows are policies × streams: row = policy · n_streams + stream. Conventional policies whose
-    store changes nothing (FP32) are scanned on the window grid of the others: without a rounding
-    there is nothing that would make L = 1 differ but the order of additions.
+    Rows are policies × streams: row = policy · n_streams + stream. Conventional policies take
+    single steps, FP32 ones too: the order of their additions is the floor under every divergence.
 
     Args:
         policies: any mix of kinds, formats and windows.
@@ -63,8 +62,7 @@ class WindowedScan:
         """[rows] int64: first position whose stored state was not finite, −1 for none.
 
         Position 0 is the post-prefill store. A store is checked through the sum of its elements,
-        so a state whose sum leaves FP32's range counts as well. Conventional FP32 rows are
-        checked at the ends of the windows they are scanned in.
+        so a state whose sum leaves FP32's range counts as well.
         """
         if self.carried is None:
             return torch.full((self.n_rows,), -1, device=self.streams.device)
@@ -175,10 +173,9 @@ class WindowedScan:
 
     def _build(self, inputs: OpInputs) -> ScanState:
         """Sort policies into lanes and lanes into groups."""
-        grid = common_window(self.policies)
         members: dict[LaneKind, list[int]] = {}
         for index, policy in enumerate(self.policies):
-            members.setdefault(LaneKind.of(policy, inputs, grid), []).append(index)
+            members.setdefault(LaneKind.of(policy, inputs), []).append(index)
         groups: dict[int, Group] = {}
         for kind, indices in members.items():
             exact = stores_exactly(kind.recur, inputs)
@@ -235,12 +232,6 @@ class WindowedScan:
         if flushes:
             group.phase = 0
             group.flush += 1
-
-
-def common_window(policies: Sequence[Policy]) -> int:
-    """Return the window grid on which policies without any rounding are scanned."""
-    windows = [policy.window for policy in policies if policy.window > 1]
-    return max(set(windows), key=windows.count) if windows else DEFAULT_WINDOW
 
 
 def _pieces(group: Group, inputs: OpInputs) -> Iterator[tuple[int, int]]:
