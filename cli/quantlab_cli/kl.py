@@ -111,6 +111,14 @@ DEFAULT_SUITE = "replayssm"
     help="Run directory.  [default: runs/kl-MODEL-N-HASH]",
 )
 @click.option("--resume", is_flag=True, help="Go on with the run in the directory, if any.")
+@click.option(
+    "--save-every",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Save the state of a batch so often: what a kill can cost. Slow saves come less often.",
+)
 @click.option("--figures/--no-figures", default=True, help="Draw figures and page at the end.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
@@ -119,6 +127,7 @@ def kl(
     *,
     out: Path | None,
     resume: bool,
+    save_every: float,
     figures: bool,
     dry_run: bool,
     as_json: bool,
@@ -144,6 +153,7 @@ def kl(
             directory,
             resume=resume,
             progress=reporter,
+            checkpoint_seconds=save_every,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
     files: list[Path] = []

@@ -210,6 +210,18 @@ def test_interrupted_and_resumed(backend, capsys):
     assert load_result("out").finished
 
 
+def test_save_every(backend, monkeypatch):
+    seen = []
+    real = run_module.run_batch
+    monkeypatch.setattr(
+        run_module,
+        "run_batch",
+        lambda *a, **k: (seen.append(k["checkpoint_seconds"]), real(*a, **k)),
+    )
+    assert main([*ARGUMENTS, *TWO, "-o", "out", "--no-figures", "--save-every", "7.5"]) == 0
+    assert seen == [7.5, 7.5]
+
+
 def test_failed_cells_are_3(backend, monkeypatch, capsys):
     real = backend.forcing
 
