@@ -227,12 +227,16 @@ def list_policies(
     return found
 
 
-def show(result: Result, files: list[Path], *, as_json: bool, quiet: bool) -> None:
-    """Write the table, or the JSON document, and say where the files are."""
-    click.echo(str(result))
+def show(
+    result: Result, files: list[Path], *, as_json: bool, quiet: bool, markdown: bool = False
+) -> None:
+    """Write the table, then the JSON document if asked for, and say where the files are."""
+    from quantlab.report.table import markdown_table
+
+    click.echo(markdown_table(result.summary) if markdown else str(result))
     if not quiet:
-        names = ", ".join(path.name for path in files)
-        click.echo(f"in {result.path}: rows.parquet, summary.csv, spec.json, {names}", err=True)
+        names = ["rows.parquet", "summary.csv", "spec.json", *(path.name for path in files)]
+        click.echo(f"in {result.path}: {', '.join(names)}", err=True)
     if as_json:
         echo_json(
             {

@@ -12,11 +12,12 @@ from quantlab_cli.kl import show
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
-def report(directory: Path, as_json: bool) -> int:
+@click.option("--markdown", is_flag=True, help="The table in Markdown.")
+def report(directory: Path, as_json: bool, markdown: bool) -> int:
     """Draw the figures of a run again; of an unfinished one, what it has so far."""
     from quantlab.report.page import write_report
     from quantlab.study.result import load_result
 
     result = load_result(directory)
-    show(result, write_report(result), as_json=as_json, quiet=False)
+    show(result, write_report(result), as_json=as_json, quiet=False, markdown=markdown)
     return 0

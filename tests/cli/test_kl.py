@@ -262,6 +262,8 @@ def test_report_again_and_of_what_is_not_a_run(backend, capsys):
     assert main(["report", "out", "--json"]) == 0
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1])["files"][-1] == "out/index.html"
+    assert main(["report", "out", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| policy | 16 | 64 |")
     assert main(["report", "."]) == 2
     Path("out/rows.parquet").write_bytes(b"PAR1")
     assert main(["report", "out"]) == 1
