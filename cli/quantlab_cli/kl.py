@@ -134,12 +134,12 @@ def kl(
     quiet: bool,
     **options: Any,
 ) -> int:
-    r"""Measure KL from FP32-state decoding against generation length, per policy.
+    """Measure KL from FP32-state decoding against generation length, per policy.
 
     \b
     quantlab kl -M tiny-gdn --suite replayssm
     quantlab kl -M tiny-gdn --shared nvfp4-sr --policy nvfp4/fp16-sr -N 16K
-    """
+    """  # noqa: D301 - click's mark for lines that stay as they are
     spec = make_spec(**options)
     if dry_run:
         return _dry_run(spec, as_json=as_json)
