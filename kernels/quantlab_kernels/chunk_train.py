@@ -1,5 +1,4 @@
-"""Launcher of the chunked gated linear recurrence for training: a differentiable op over whole
-sequences.
+"""The chunked gated linear recurrence for training, a differentiable op over whole sequences.
 
 The equations and rounding points are in `chunk_train_forward` and `chunk_train_backward`. The
 reference is `quantlab.models.zoo.scan.sequential_scan` (plain torch, FP64-able).
@@ -9,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from quantlab_kernels.chunk_train_backward import (
     dqk_kernel,
     dstates_kernel,
@@ -22,7 +23,6 @@ from quantlab_kernels.chunk_train_forward import (
     states_kernel,
     wy_kernel,
 )
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,13 @@ LAUNCH = {
     "dwy": Launch(warps=4, stages=1),
 }
 """Launch of each kernel, from the sweep in reports/zoo (one H200, Triton 3.6). The two sequential
-kernels have a second one, of more and smaller programs, for few long rows."""
+kernels have a second one, of more and smaller programs, for few long rows.
+"""
 
 ENOUGH_PROGRAMS = 128
 """Below this many programs a sequential kernel takes its `-long` launch; about the chip's 132
-multiprocessors."""
+multiprocessors.
+"""
 
 
 def _meta(name: str) -> dict[str, int]:
@@ -111,18 +113,9 @@ class _ChunkScan(torch.autograd.Function):
         s = q.new_empty(rows * chunks, heads, dk, dv)
         launch, block = _sequential("states", rows, heads, dv)
         states_kernel[(dv // block, rows * heads)](
-            k,
-            w,
-            u,
-            b,
-            s,
-            vn,
-            chunks,
-            **dims,
-            BV=block,
-            IS_DELTA=beta is not None,
-            **_meta("states"),
-        )
+            k, w, u, b, s, vn, chunks,
+            **dims, BV=block, IS_DELTA=beta is not None, **_meta(launch),
+        )  # fmt: skip
         o = torch.empty_like(v)
         output_kernel[per_chunk](q, k, vn, b, s, o, **dims, **_meta("output"))
         ctx.save_for_backward(q, k, v, b, beta, t, w, s, vn)

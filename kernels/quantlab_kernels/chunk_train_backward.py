@@ -20,6 +20,7 @@ FP32.
 
 import triton
 import triton.language as tl
+
 from quantlab_kernels.chunk_train_forward import decay_tile
 
 

@@ -31,16 +31,14 @@ C = 64
 
 SUB = 16
 """Block of the inverse's first stage, by substitution; the rest is three products of [C, C]
-tiles."""
+tiles.
+"""
 
 
 @triton.jit
 def decay_tile(b, r, STRICT: tl.constexpr):
     """Γ [C, C]: exp(b_i − b_j) on and below the diagonal (below it only if STRICT), else 0."""
-    if STRICT:
-        lower = r[:, None] > r[None, :]
-    else:
-        lower = r[:, None] >= r[None, :]
+    lower = r[:, None] > r[None, :] if STRICT else r[:, None] >= r[None, :]
     # The difference is masked before the exponential: above the diagonal it may overflow.
     return tl.where(lower, tl.exp(tl.where(lower, b[:, None] - b[None, :], 0.0)), 0.0)
 

@@ -1,5 +1,4 @@
-"""Check and profile the zoo's training on a GPU: kernels against FP64, launch sweep, steps of both
-models.
+"""Check and profile the zoo's training on a GPU: kernels against FP64, launches, whole steps.
 
     PYTHONPATH=.:kernels python reports/zoo/profile_training.py DATA
 
@@ -26,10 +25,12 @@ SHAPES = {"gdn": (2, 4, 128, 128, True), "mamba2": (2, 8, 128, 64, False)}
 
 
 def say(*words):
+    """Print at once."""
     print(*words, flush=True)  # noqa: T201
 
 
 def set_round(i):
+    """Take the launches of one round."""
     from quantlab_kernels import chunk_train
 
     for name, (warps, stages, block) in zip(NAMES, ROUNDS[i], strict=True):
@@ -37,6 +38,7 @@ def set_round(i):
 
 
 def inputs(kind, rows, steps, seed=0):
+    """Draw op inputs of a model's shape."""
     import torch
 
     hk, h, dk, dv, delta = SHAPES[kind]
@@ -56,6 +58,7 @@ def inputs(kind, rows, steps, seed=0):
 
 
 def gradients(fn, args, do):
+    """Run forward and backward: output and gradients."""
     out = fn(*args)
     out.backward(do.to(out.dtype))
     return [out.detach()] + [None if x is None else x.grad for x in args]
@@ -64,9 +67,9 @@ def gradients(fn, args, do):
 def check(i):
     """Errors of one round of launches against the sequential recurrence in FP64."""
     import torch
-    from quantlab_kernels.chunk_train import chunk_scan
 
     from quantlab.models.zoo.scan import sequential_scan
+    from quantlab_kernels.chunk_train import chunk_scan
 
     set_round(i)
     for kind in SHAPES:
@@ -81,7 +84,7 @@ def check(i):
             continue
         errs = [
             f"{n}={((a.double() - b).norm() / b.norm()).item():.1e}"
-            for n, a, b in zip("o q k v g beta".split(), got, want, strict=True)
+            for n, a, b in zip(("o", "q", "k", "v", "g", "beta"), got, want, strict=True)
             if b is not None
         ]
         say(f"round {i} {kind}: {' '.join(errs)}")
@@ -90,9 +93,9 @@ def check(i):
 def conv_check():
     """Errors of the convolution against torch in FP64."""
     import torch
-    from quantlab_kernels.chunk_train_conv import conv_silu
 
     from quantlab.models.zoo.ops import torch_conv_silu
+    from quantlab_kernels.chunk_train_conv import conv_silu
 
     gen = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(4096, 1024, device="cuda", generator=gen).bfloat16()
@@ -115,14 +118,21 @@ def conv_check():
                 for o in outs
             ).backward()
             res.append([*outs] + [a.grad for a in leaves if a is not None])
-        say("conv", [f"{((a.double() - c).norm() / c.norm()).item():.1e}" for a, c in zip(*res)])
+        say(
+            "conv",
+            [
+                f"{((a.double() - c).norm() / c.norm()).item():.1e}"
+                for a, c in zip(*res, strict=True)
+            ],
+        )
 
 
 def kernel_times():
     """Device time of every kernel, per round, at training shapes."""
     import torch
-    from quantlab_kernels.chunk_train import chunk_scan
     from torch.profiler import ProfilerActivity, profile
+
+    from quantlab_kernels.chunk_train import chunk_scan
 
     for kind in SHAPES:
         for rows, steps in ((32, 4096), (1, 131072)):
@@ -184,8 +194,9 @@ def model(name, data, flags):
         dt = (time.monotonic() - t) / n
         size = phase.rows * phase.length
         say(
-            f"{name} {phase.rows}x{phase.length}: {dt * 1e3:.1f} ms/step, {size / dt / 1e6:.3f} M tokens/s, "
-            f"host {launched / n * 1e3:.1f} ms, peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
+            f"{name} {phase.rows}x{phase.length}: {dt * 1e3:.1f} ms/step, "
+            f"{size / dt / 1e6:.3f} M tokens/s, host {launched / n * 1e3:.1f} ms, "
+            f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
         )
     phase = run.hyper.phases[0]
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
@@ -212,6 +223,7 @@ def model(name, data, flags):
 
 
 def main():
+    """Run everything in order."""
     data = sys.argv[1]
     flags = Path("/tmp/flags")
     flags.mkdir(exist_ok=True)

@@ -1,5 +1,4 @@
-"""The training convolution against torch's conv1d, SiLU and norm in FP64, values and every
-gradient."""
+"""The training convolution against torch's conv1d, SiLU and norm in FP64: values, gradients."""
 
 import os
 
@@ -15,7 +14,8 @@ from quantlab_kernels.chunk_train_conv import conv_silu  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 # Forward sums 4 terms, weight gradients a few hundred, in FP32; a tap off by one is an error of
-# order 1. LERANCE = 1e-5
+# order 1.
+TOLERANCE = 1e-5
 
 
 def reference(x, weight, bias, *, steps, head, sizes, scales):
@@ -44,7 +44,7 @@ def test_values_and_gradients(bias, rows):
         torch.randn(64, 4, generator=gen),
         torch.randn(64, generator=gen) if bias else None,
     ]
-    layout = dict(steps=32, head=16, sizes=(16, 16, 32), scales=(0.25, 1.0, None))
+    layout = {"steps": 32, "head": 16, "sizes": (16, 16, 32), "scales": (0.25, 1.0, None)}
     probes = [torch.randn(len(x), s, generator=gen) for s in layout["sizes"]]
 
     def run(fn, dtype):

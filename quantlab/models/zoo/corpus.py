@@ -60,7 +60,9 @@ def load_corpus(directory: Path) -> Corpus:
             break
         held.add(e["gutenberg_id"])
         quota -= e["bytes"]
-    train, validation, test = [], [], []
+    train: list[Book] = []
+    validation: list[Book] = []
+    test: list[Book] = []
     for e in entries:
         if e["split"] == "train":
             raw = blob[e["offset"] : e["offset"] + e["bytes"]]

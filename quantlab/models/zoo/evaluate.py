@@ -1,8 +1,8 @@
-"""What a zoo model's card states: bits per byte by context length, by position, and half-lives of
-heads."""
+"""What a zoo model's card states: bits per byte by context and position, half-lives of heads."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,9 +112,7 @@ def evaluate(
         d = tails[context] - tails[middle]
         difference[context] = (d.mean().item(), (d.std() / len(d) ** 0.5).item())
     edges = [0] + [e for e in (256 * 2**i for i in range(20)) if e < longest] + [longest]
-    by_position = [
-        (hi, positions[lo:hi].mean().item()) for lo, hi in zip(edges, edges[1:], strict=False)
-    ]
+    by_position = [(hi, positions[lo:hi].mean().item()) for lo, hi in itertools.pairwise(edges)]
     lives = math.log(2.0) / torch.stack(decay_sums).mean(0)
     return Evaluation(
         bits={k: v.mean().item() for k, v in tails.items()},

@@ -1,5 +1,4 @@
-"""Training forward of the zoo's architectures: transformers' arithmetic over transformers'
-parameters.
+"""Training forward of the zoo's architectures, in transformers' arithmetic and parameter names.
 
 A model is its state dict: tensors by transformers' names. The forward works on tokens of all rows
 flattened, [tokens, hidden], so that the compiled parts see one shape whatever the sequence length;
@@ -73,8 +72,7 @@ def gated_attention_in(
     x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, q_norm: Tensor, k_norm: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Qwen3.5's attention up to the scores: (q, k, v per head, gate). cos, sin: [tokens,
-    rotary]."""
+    """Qwen3.5's attention up to the scores: q, k, v per head, gate. cos, sin: [tokens, rotary]."""
     h = rms_norm(x, 1.0 + norm, eps)
     d = len(q_norm)
     q, gate = F.linear(h, wq).view(len(x), -1, 2 * d).chunk(2, -1)
@@ -209,7 +207,8 @@ class Forward:
         else:
             x, eps = self._mamba2(weights, ids, decays), 1e-5
             norm = weights["model.norm_f.weight"]
-        loss = self._part(head_loss)(x, norm, weights["lm_head.weight"], targets.flatten(), eps)
+        head = weights["lm_head.weight"]
+        loss: Tensor = self._part(head_loss)(x, norm, head, targets.flatten(), eps)
         return loss.view(rows, steps)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int, steps: int) -> Tensor:
@@ -243,8 +242,8 @@ class Forward:
                 if (rows, steps) not in self._rope:
                     self._rope = {(rows, steps): rope_tables(c, rows * steps, steps, ids.device)}
                 q, k, v, gate = self._part(gated_attention_in)(
-                    x, norm, *(w[f"{a}{n}.weight"] for n in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")),
-                    *self._rope[rows, steps], eps,
+                    x, norm, *(w[f"{a}{n}_proj.weight"] for n in "qkv"),
+                    w[a + "q_norm.weight"], w[a + "k_norm.weight"], *self._rope[rows, steps], eps,
                 )  # fmt: skip
                 o = self._attend(q, k, v, rows, steps)
                 x = self._part(gated_attention_out)(x, o, gate, w[a + "o_proj.weight"], *mlp, eps)
@@ -336,7 +335,7 @@ class Forward:
                 None,
             )
             x = self._part(mamba2_out)(
-                x, y.reshape(rows * steps, -1), xs, z, w[a + "D"], w[a + "norm.weight"], w[a + "out_proj.weight"],
-                groups, *mlp, eps,
+                x, y.reshape(rows * steps, -1), xs, z, w[a + "D"], w[a + "norm.weight"],
+                w[a + "out_proj.weight"], groups, *mlp, eps,
             )  # fmt: skip
         return x

@@ -1,5 +1,4 @@
-"""First weights of a zoo model, by parameter name, and transformers checkpoints made of such
-weights."""
+"""First weights of a zoo model by parameter name, and transformers checkpoints of such weights."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ def save_checkpoint(model: ZooModel, weights: Mapping[str, Tensor], directory: P
         "architectures": config.architectures,
         "model_type": model.model_type,
         "dtype": "bfloat16",
-        **{k: v for k, v in model.config.items()},
+        **model.config,
     }
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     stored = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weights.items()}

@@ -42,14 +42,13 @@ def torch_conv_silu(
     sizes: Sequence[int],
     scales: Sequence[float | None],
 ) -> tuple[Tensor, ...]:
-    """Do what `quantlab_kernels.chunk_train_conv.conv_silu` does, in plain torch (same
-    arguments)."""
+    """Do what `quantlab_kernels.chunk_train_conv.conv_silu` does, in plain torch."""
     rows = x.view(-1, steps, x.shape[1]).transpose(1, 2)
     w = weight.to(x.dtype)[:, None]
     pre = F.conv1d(
         rows, w, None if bias is None else bias.to(x.dtype), padding=3, groups=x.shape[1]
     )
-    parts = F.silu(pre[..., :steps]).transpose(1, 2).reshape(x.shape).split(list(sizes), 1)
+    parts = torch.split(F.silu(pre[..., :steps]).transpose(1, 2).reshape(x.shape), list(sizes), 1)
     out = []
     for part, scale in zip(parts, scales, strict=True):
         if scale is not None:

@@ -1,5 +1,4 @@
-"""Muon for matrices, AdamW for the rest, over FP32 masters; the leaves autograd sees are BF16
-copies.
+"""Muon for matrices and AdamW for the rest, over FP32 masters of the BF16 leaves autograd sees.
 
 Muon: momentum, then the update replaced by its nearest semi-orthogonal matrix (five quintic
 Newton–Schulz steps), batched over matrices of one shape. A fused projection is orthogonalised part
@@ -25,10 +24,9 @@ DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
-    """Bring all singular values of [n, rows, columns] matrices near 1, in BF16 on a GPU (else
-    FP32)."""
+    """Bring all singular values of [n, rows, columns] matrices near 1; BF16 on a GPU."""
     a, b, c = COEFFICIENTS
-    y = x.to(torch.bfloat16) if x.is_cuda else x.float()
+    y: Tensor = x.to(torch.bfloat16) if x.is_cuda else x.float()
     tall = y.shape[-2] > y.shape[-1]
     if tall:
         y = y.mT
@@ -100,8 +98,10 @@ class Optimiser:
                     self._groups.setdefault((size, p.shape[1]), []).append((name, where))
         self._momenta = {s: torch.zeros(len(m), *s, device=device) for s, m in self._groups.items()}
         self._rates = {
-            "embedding": self.hyper.embedding_lr, "decay": self.hyper.decay_lr, "other": self.hyper.adam_lr,
-        }  # fmt: skip
+            "embedding": self.hyper.embedding_lr,
+            "decay": self.hyper.decay_lr,
+            "other": self.hyper.adam_lr,
+        }
         self._members = [(kind, m) for kind, ms in adam.items() for m in ms]
         self._views = [self.masters[n][w] for _, (n, w) in self._members]
         groups = [
@@ -127,7 +127,7 @@ class Optimiser:
         names = list(self.leaves)
         grads = {n: self.leaves[n].grad for n in names}
         present = [g for g in grads.values() if g is not None]
-        norm = torch.stack(torch._foreach_norm(present, dtype=torch.float32)).norm()
+        norm: Tensor = torch.stack(torch._foreach_norm(present, dtype=torch.float32)).norm()
         scale = (self.hyper.clip / (norm + 1e-6)).clamp(max=1.0)
         for shape, members in self._groups.items():
             self._muon(shape, members, grads, scale, rate)

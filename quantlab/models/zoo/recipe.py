@@ -6,14 +6,12 @@ of recurrent state, not for the loss:
 
 * dk = 128, as in the real models, whatever the width of the rest.
 * Decays spread over five decades (`HalfLives`). A state format is tested by slow heads: rounding
-errors
-  stay in a state for about its half-life.
+  errors stay in a state for about its half-life.
 * Attention that does not know absolute positions, so that a curve over generation length measures
-the
-  state. Nemotron-H has none. Qwen3.5 always has RoPE: its rotary part is cut to 4 of 64
+  the state. Nemotron-H has none. Qwen3.5 always has RoPE: its rotary part is cut to 4 of 64
   dimensions, of which one pair turns by 1 rad a token (every relative angle is seen within seven
-  tokens) and the other not at all within any usable length (theta = 1e20). Neither extrapolates,
-  in the bad sense, at 131,072.
+  tokens) and the other not at all within any usable length (theta = 1e20). So no angle at
+  131,072 is new to a model trained on 4,096.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The zoo's training recurrence in plain torch, one token at a time: reference and fallback on a
-CPU."""
+"""The zoo's training recurrence in plain torch, a token at a time: reference, and CPU fallback."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from torch import Tensor
 def sequential_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
 ) -> Tensor:
-    """Run the recurrence of `quantlab_kernels.chunk_train.chunk_scan`, token by token,
-    differentiably.
+    """Run what `quantlab_kernels.chunk_train.chunk_scan` does, token by token, differentiably.
 
     Args:
         q: [rows, T, Hk, dk] — queries, normalised and scaled already (Mamba-2: C).

@@ -48,7 +48,10 @@ VALIDATE_EVERY = 60.0
 VALIDATION_LENGTH = 16_384
 VALIDATION_WINDOWS = 32
 
-COLUMNS = ("step", "tokens", "seconds", "length", "loss_bits", "validation_bits", "rate", "grad_norm", "tokens_per_s")  # fmt: skip
+COLUMNS = (
+    "step", "tokens", "seconds", "length", "loss_bits", "validation_bits", "rate", "grad_norm",
+    "tokens_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ class Run:
         self.validation = corpus.validation
         self.step, self.tokens, self.spent = 0, 0, 0.0
         self.rows: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = [{**asdict(budget), "resume": False}]
         self._tokens_before = 0
         self._saved_stable = False
 
@@ -172,6 +176,7 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.tokens, self.spent = state["step"], state["tokens"], state["spent"]
         self.rows = state["rows"]
+        self.calls = [*state["calls"], {**asdict(self.budget), "resume": True}]
         self._tokens_before = self.tokens
 
     def save(self, path: Path) -> None:
@@ -184,6 +189,7 @@ class Run:
                 "tokens": self.tokens,
                 "spent": self.spent + self._elapsed(),
                 "rows": self.rows,
+                "calls": self.calls,
             },
             path,
         )
@@ -274,6 +280,7 @@ class Run:
             writer.writerows(self.rows)
         result = {
             "model": self.model.name,
+            "calls": self.calls,
             "parameters": sum(v.numel() for v in self.optimiser.masters.values()),
             "steps": self.step,
             "tokens": self.tokens,
@@ -307,7 +314,8 @@ class Run:
         self, phase: Phase, bits: float, check: float | None, rate: float, norm: float, speed: float
     ) -> None:
         row = {
-            "step": self.step, "tokens": self.tokens, "seconds": round(self.spent + self._elapsed(), 1),
+            "step": self.step, "tokens": self.tokens,
+            "seconds": round(self.spent + self._elapsed(), 1),
             "length": phase.length, "loss_bits": round(bits, 5),
             "validation_bits": "" if check is None else round(check, 5),
             "rate": round(rate, 4), "grad_norm": round(norm, 4), "tokens_per_s": round(speed),

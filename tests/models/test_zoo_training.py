@@ -1,0 +1,272 @@
+"""The zoo's recipe on tiny models: parity with transformers, resuming, splits, schedule, optimiser.
+
+Models here have the zoo's architectures at a hidden size of 32 and dk = 16, so that a step takes a
+fraction of a second on one core.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quantlab.models.zoo import ZOO
+from quantlab.models.zoo import train as training
+from quantlab.models.zoo.corpus import Book, Corpus, Crops, windows
+from quantlab.models.zoo.evaluate import evaluate
+from quantlab.models.zoo.forward import Forward
+from quantlab.models.zoo.initialise import half_lives, hf_model, initial_weights, save_checkpoint
+from quantlab.models.zoo.ops import training_ops
+from quantlab.models.zoo.optimiser import orthogonalise
+from quantlab.models.zoo.recipe import Phase
+
+CPU = torch.device("cpu")
+SMALL = {
+    "tiny-gdn": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "tiny-mamba2": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+    },
+}
+
+
+def small(name):
+    phases = (Phase(share=0.5, length=32, rows=4), Phase(share=0.5, length=64, rows=2))
+    entry = ZOO[name]
+    return dataclasses.replace(
+        entry,
+        config=MappingProxyType(dict(entry.config) | SMALL[name]),
+        training=dataclasses.replace(entry.training, phases=phases, warmup_steps=2),
+    )
+
+
+def books(count, size=600, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randint(32, 120, (size,), generator=gen, dtype=torch.uint8)  # noqa: E731
+    return tuple(Book(title=str(i), text=draw()) for i in range(count))
+
+
+CORPUS = Corpus(train=books(3), validation=books(2, seed=1), test=books(2, seed=2))
+
+
+def first_weights(model):
+    """First weights made less bland: decays and norms drawn, so that no part is an identity."""
+    shapes = {k: v.shape for k, v in hf_model(model).state_dict().items()}
+    weights = initial_weights(model, shapes)
+    gen = torch.Generator().manual_seed(5)
+    for name, w in weights.items():
+        if w.dim() == 1 or "in_proj" in name:
+            w += 0.3 * torch.randn(w.shape, generator=gen)
+    return weights
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_forward_agrees_with_transformers(name):
+    model = small(name)
+    weights = first_weights(model)
+    reference = hf_model(model).eval()
+    reference.load_state_dict(weights)
+    ids = torch.randint(3, 259, (2, 97), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = reference(ids[:, :-1]).logits
+        want = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        got = Forward(model, *training_ops(CPU), compiled=False).losses(
+            weights, ids[:, :-1], ids[:, 1:]
+        )
+    # FP32 sums of 32 to 96 terms through a few layers; dropping the 1 rad rotation, the D skip or
+    # the 0.25 query scale each moves losses by over 1e-2.
+    assert (got.flatten() - want).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_gets_a_gradient(name):
+    model = small(name)
+    leaves = {k: v.requires_grad_() for k, v in first_weights(model).items()}
+    ids = torch.randint(3, 259, (1, 65), generator=torch.Generator().manual_seed(0))
+    forward = Forward(model, *training_ops(CPU), compiled=False)
+    forward.losses(leaves, ids[:, :-1], ids[:, 1:]).mean().backward()
+    idle = [k for k, v in leaves.items() if v.grad is None or not v.grad.any()]
+    assert not idle
+
+
+def run_of(model, out, tokens, resume=False):
+    run = training.Run(
+        model, CORPUS, out, CPU, training.Budget(tokens=tokens), begun=time.monotonic()
+    )
+    if resume:
+        run.load(out / "stable.pt")
+    run.loop()
+    return run
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_resumed_run_repeats_an_unbroken_one(name, tmp_path):
+    model = small(name)
+    step = 128
+    # A budget of 4 saves its stable state after 3 steps, at p = 0.75; 3 + 5 = 8 in all.
+    run_of(model, tmp_path / "cut", 4 * step)
+    resumed = run_of(model, tmp_path / "cut", 5 * step, resume=True)
+    whole = training.Run(
+        model, CORPUS, tmp_path / "whole", CPU, training.Budget(tokens=8 * step), begun=0.0
+    )
+    # Its first three steps are those of the short budget.
+    short = training.Budget(tokens=4 * step)
+    whole.budget, long = short, whole.budget
+    whole._warm = None
+    for _ in range(3):
+        p = whole._progress()
+        phase = training.phase_at(whole.hyper, p)
+        whole._one(phase, training.rate_at(whole.hyper, p, whole.step))
+    whole.budget = long
+    whole.loop()
+    assert (resumed.step, resumed.tokens) == (whole.step, whole.tokens) == (8, 8 * step)
+    for key, value in whole.optimiser.masters.items():
+        assert torch.equal(value, resumed.optimiser.masters[key]), key
+
+
+def test_a_run_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "LOG_EVERY", 5)
+    model = small("tiny-gdn")
+    run = run_of(model, tmp_path, 20 * 128)
+    test = evaluate(
+        run.forward, run.rounded(), CORPUS.test, contexts=(64, 128), scored=16, tokens=256
+    )
+    run.finish(test)
+    # 88 symbols are log2(88) = 6.46 bits; the first logits spread over 384 ids, 8.58 bits.
+    assert run.rows[-1]["loss_bits"] < 8.3
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, run.optimiser.masters[key].bfloat16().float()), key
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["tokens"] == 20 * 128
+    assert (tmp_path / "card.md").read_text().startswith("# tiny-gdn")
+
+
+def test_evaluation_scores_the_same_bytes_under_every_context():
+    model = small("tiny-gdn")
+
+    class Position:
+        """A model whose loss is the byte itself: equal tails for equal bytes."""
+
+        def losses(self, weights, ids, targets, decays):
+            decays(-torch.full((*ids.shape, 2), math.log(2) / 100))
+            return targets.float()
+
+    out = evaluate(
+        Position(), {"lm_head.weight": torch.zeros(1)}, CORPUS.test, contexts=(64, 256), scored=32
+    )
+    assert model.config["hidden_size"] == 32
+    assert out.bits[64] == pytest.approx(out.bits[256])
+    assert out.difference[256] == pytest.approx((0.0, 0.0))
+    assert out.half_lives == [[pytest.approx(100.0)] * 2]
+
+
+def test_crops_stay_in_one_book_and_depend_on_the_step_alone():
+    parts = tuple(
+        Book(title=str(i), text=torch.full((100 + 50 * i,), i, dtype=torch.uint8)) for i in range(3)
+    )
+    crops = Crops(parts, CPU)
+    ids = crops.draw(seed=1, step=7, rows=64, length=100)
+    assert (ids == ids[:, :1]).all()
+    # The first book has 100 bytes, too few for 100 + 1.
+    assert set(ids[:, 0].tolist()) == {4, 5}
+    crops.draw(seed=1, step=8, rows=64, length=20)
+    assert torch.equal(ids, crops.draw(seed=1, step=7, rows=64, length=100))
+    with pytest.raises(ValueError, match="no book"):
+        crops.draw(seed=1, step=0, rows=1, length=200)
+
+
+def test_windows_end_a_stride_apart():
+    text = torch.arange(100, dtype=torch.uint8)
+    cut = windows((Book(title="", text=text),), longest=40, stride=20)
+    assert cut.shape == (3, 41)
+    assert (cut[:, -1] - 3).tolist() == [40, 60, 80]
+
+
+def test_schedule():
+    hyper = ZOO["tiny-gdn"].training
+    assert training.rate_at(hyper, 0.5, 10_000) == 1.0
+    assert training.rate_at(hyper, 1.0, 10_000) == pytest.approx(hyper.final_lr)
+    assert training.rate_at(hyper, 0.0, 0) == pytest.approx(1 / hyper.warmup_steps)
+    lengths = [training.phase_at(hyper, p).length for p in (0.0, 0.6, 0.8, 0.95, 1.0)]
+    assert lengths == [4_096, 16_384, 65_536, 131_072, 131_072]
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    for shape in ((2, 24, 40), (2, 40, 24)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(orthogonalise(x))
+        # The quintic's fixed interval is about [0.7, 1.2] by design.
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_recipe_keeps_its_promises(name):
+    model = ZOO[name]
+    shapes = {k: v.shape for k, v in hf_model(model).state_dict().items()}
+    assert 2 * sum(math.prod(s) for s in shapes.values()) < 16e6
+    heads = next(s for k, s in shapes.items() if k.endswith("A_log"))[0]
+    layers = sum(k.endswith("A_log") for k in shapes)
+    lives = half_lives(model.half_lives, layers, heads)
+    assert lives.min() < 5
+    assert lives.max() > 10_000
+    assert (lives > 1_000).double().mean() > 0.1
+    # Interleaved: every layer holds fast and slow heads.
+    assert (lives.min(1).values < 50).all()
+    assert (lives.max(1).values > 5_000).all()
+
+
+def test_initial_decays_have_the_half_lives_of_the_recipe():
+    model = small("tiny-mamba2")
+    weights = initial_weights(model, {k: v.shape for k, v in hf_model(model).state_dict().items()})
+    a = weights["model.layers.0.mixer.A_log"].exp()
+    dt = F.softplus(weights["model.layers.0.mixer.dt_bias"])
+    want = half_lives(model.half_lives, 1, 4)[0]
+    assert torch.allclose(math.log(2) / (a * dt), want.float(), rtol=1e-5)
+
+
+def test_unknown_names_and_budgets_are_refused(tmp_path):
+    with pytest.raises(KeyError, match="tiny-gdn"):
+        training.train("tiny-gnd", data=tmp_path, out=tmp_path, seconds=1)
+    with pytest.raises(ValueError, match="exactly one"):
+        training.Budget(seconds=1.0, tokens=1)
+    with pytest.raises(FileNotFoundError, match=r"stable\.pt"):
+        run_of(small("tiny-gdn"), tmp_path, 128, resume=True)
+
+
+def test_checkpoint_is_complete(tmp_path):
+    model = small("tiny-mamba2")
+    weights = first_weights(model)
+    save_checkpoint(model, weights, tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.dtype == torch.bfloat16
