@@ -1,9 +1,10 @@
 """The training op against the token-by-token recurrence in FP64, values and every gradient.
 
 Under the interpreter inputs are FP32, so nothing is rounded and the tolerance is that of FP32 sums
-over a few hundred terms. On a GPU the same cases run in BF16 against the FP64 reference of the
-same BF16 inputs; 2 % of the norm is five BF16 roundings in a row, and a dropped term of any
-gradient is over 5 %.
+over a few hundred terms (at most 6e-7 was measured). On a GPU the same cases run in BF16 against
+the FP64 reference of the same BF16 inputs; 2 % of the norm is five BF16 roundings in a row. Ten
+mutants, each a term left out of the backward or of the inverse, move at least one gradient of
+gdn-grouped by 10 %.
 """
 
 import os
@@ -21,12 +22,14 @@ from quantlab_kernels.chunk_train import chunk_scan  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-TOLERANCE = 2e-2 if ON_GPU else 2e-5
+TOLERANCE = 2e-2 if ON_GPU else 3e-6
 
+# Three chunks where it matters: the term of a decay that goes through the state needs a state
+# before the chunk and a gradient after it.
 CASES = {
-    "gdn-grouped": (2, 128, 1, 2, 32, 32, True),
+    "gdn-grouped": (2, 192, 1, 2, 32, 32, True),
     "gdn-two-blocks-of-dv": (1, 128, 1, 1, 32, 64, True),
-    "mamba2-grouped": (2, 128, 1, 2, 32, 16, False),
+    "mamba2-grouped": (2, 192, 1, 2, 32, 16, False),
     "one-chunk": (1, 64, 1, 1, 16, 16, True),
 }
 
@@ -39,9 +42,9 @@ def inputs(case: str, dtype: torch.dtype) -> list[torch.Tensor | None]:
     k = k + 1.5 * torch.randn(1, 1, hk, dk, generator=gen)
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     v = torch.randn(rows, steps, h, dv, generator=gen)
-    # Decays from none to a few tokens, of one head each, as in the zoo.
-    log_decay = -(10.0 ** (torch.rand(rows, steps, h, generator=gen) * 3 - 3.5))
-    log_decay[:, ::17] *= 30
+    # A head that forgets everything now and then, and one that carries its state over chunks.
+    log_decay = -(10.0 ** (torch.rand(rows, steps, h, generator=gen) * 3 - 5))
+    log_decay[:, ::17, 0] *= 3000
     beta = torch.rand(rows, steps, h, generator=gen) if delta else None
     out: list[torch.Tensor | None] = [x.to(dtype).to(DEVICE) for x in (q, k, v)]
     out.append(log_decay.to(DEVICE))
