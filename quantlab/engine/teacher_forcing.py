@@ -18,6 +18,7 @@ from torch import Tensor
 from quantlab.engine.attention import lower_right
 from quantlab.engine.precision import full_fp32
 from quantlab.replay import Policy, parse_policy
+from quantlab.replay.seeded import by_seed
 
 if TYPE_CHECKING:
     from quantlab.models import LoadedModel, OpCall
@@ -62,7 +63,7 @@ class TeacherForcing:
         segment: tokens of a row in one forward.
         seed: 64-bit seed of the stochastic rounding.
         engine: "windowed" or "stepwise".
-        scan: scan class instead of the one `quantlab.dispatch` names for the device.
+        scan: scan class instead of the one `quantlab.dispatch` names for the device, by seed.
 
     Raises:
         ValueError: if a position lies outside 1..N or the tokens are too few.
@@ -101,12 +102,11 @@ class TeacherForcing:
         self.positions = torch.tensor(sorted(set(positions)), dtype=torch.int64)
         self.prompt = prompt
         self.segment = 1 if engine == "stepwise" else segment
-        if scan is None:
-            scan = scan_class(engine, self.device)
-        self.scan_name = scan.__name__
+        build: Callable[..., Any] = scan or by_seed(scan_class(engine, self.device))
+        self.scan_name = build.__name__
         streams = torch.tensor(list(stream_ids), dtype=torch.int64, device=self.device)
         self._scans = [
-            scan(self.policies, streams, layer=layer, seed=seed) for layer in range(m.layers)
+            build(self.policies, streams, layer=layer, seed=seed) for layer in range(m.layers)
         ]
         self._cache: Any = None
         self._prefilling = False

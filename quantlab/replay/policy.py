@@ -6,7 +6,7 @@ Text form, as on the command line (spaces around / allowed)::
     shared:FORMAT              one copy, stored once a window and read by every step
     READ / RECUR               two copies: steps 1 … L − 1 read READ, the flush step RECUR
 
-followed, where they differ from the defaults, by `L=…`, `records=…` and `corrections=…`.
+followed, where they differ from the defaults, by `L=…`, `records=…`, `corrections=…` and `seed=…`.
 Source: arXiv 2610.13778, section 6.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from quantlab.errors import UsageError
@@ -27,7 +27,7 @@ Corrections = Literal["rederive", "fold"]
 
 DEFAULT_WINDOW = 16
 _OPTION = re.compile(r"(?P<key>\w+)=(?P<value>\S*)")
-_OPTIONS = ("L", "records", "corrections")
+_OPTIONS = ("L", "records", "corrections", "seed")
 
 
 class PolicyError(UsageError, ValueError):
@@ -47,9 +47,12 @@ class Policy:
             them unrounded.
         corrections: whether a delta rule's corrections are derived again from the recurrence copy
             at a flush, or the cached ones folded (the ablation).
+        seed: 64-bit seed of this policy's stochastic rounding; None for the study's. Policies that
+            differ in nothing else are repetitions of one measurement.
 
     Raises:
-        PolicyError: L < 1, two copies at L = 1, or different formats of a single copy.
+        PolicyError: L < 1, two copies at L = 1, different formats of a single copy, or a seed where
+            nothing is drawn.
     """
 
     kind: Kind
@@ -58,6 +61,7 @@ class Policy:
     window: int = DEFAULT_WINDOW
     records: Records = "auto"
     corrections: Corrections = "rederive"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("kind of policy", self.kind, get_args(Kind))
@@ -67,6 +71,13 @@ class Policy:
             object.__setattr__(self, "window", 1)
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise PolicyError(f"the replay window is a whole number ≥ 1, got {self.window!r}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise PolicyError(f"a seed is in 0 … 2^64 - 1, got {self.seed}")
+        if self.seed is not None and not self.is_stochastic:
+            raise PolicyError(
+                f"seed={self.seed}: nothing of {replace(self, seed=None).short} is rounded "
+                "stochastically"
+            )
         if self.kind != "separate" and self.read != self.recur:
             raise PolicyError(
                 f"a {self.kind} policy has one copy and one format, got {self.read} and "
@@ -77,6 +88,11 @@ class Policy:
                 f"'{self.read.short} / {self.recur.short}' at L = 1: every step is a flush, so "
                 f"the read copy would never be read; use L ≥ 2 or conventional:{self.recur.short}"
             )
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a copy is stored with stochastic rounding."""
+        return self.read.needs_words or self.recur.needs_words
 
     @property
     def short(self) -> str:
@@ -95,6 +111,8 @@ class Policy:
             text += f" records={self.records}"
         if self.corrections != "rederive":
             text += f" corrections={self.corrections}"
+        if self.seed is not None:
+            text += f" seed={self.seed}"
         return text
 
     def __str__(self) -> str:
@@ -141,6 +159,9 @@ def parse_policy(
     length = options.get("L", str(window))
     if not re.fullmatch(r"[+-]?\d+", length):
         raise PolicyError(f"policy {text!r}: L={length} is not a whole number")
+    seed = options.get("seed")
+    if seed is not None and not re.fullmatch(r"\d+", seed):
+        raise PolicyError(f"policy {text!r}: seed={seed} is not a whole number")
     return Policy(
         kind=kind,
         read=read,
@@ -148,6 +169,7 @@ def parse_policy(
         window=int(length),
         records=cast(Records, options.get("records", records)),
         corrections=cast(Corrections, options.get("corrections", corrections)),
+        seed=None if seed is None else int(seed),
     )
 
 
