@@ -34,7 +34,7 @@ def test_E07_paired_test_and_an_honest_verdict():
     assert found.low < 0 < found.high
     # the report's unpaired error of 2.2 points would have hidden even more
     unpaired = math.hypot(reference.std(), policy.std()) / math.sqrt(n)
-    assert round(100 * unpaired, 1) == 2.2
+    assert 2.2 < 100 * unpaired < 2.3
 
 
 def test_E08_many_draws_of_few_questions():
