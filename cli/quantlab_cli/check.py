@@ -7,13 +7,13 @@ from dataclasses import asdict
 import click
 
 from quantlab.study.spec import DTYPES
-from quantlab_cli.types import echo_json
+from quantlab_cli.types import Choice, echo_json
 
 
 @click.command()
 @click.argument("model")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations.")
+@click.option("--dtype", type=Choice(DTYPES), help="Of weights and activations.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 def check(model: str, device: str, dtype: str | None, as_json: bool) -> int:
     """Test that MODEL's history survives and that its recurrent op can be replaced.

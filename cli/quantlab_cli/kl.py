@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantlab.engine import ENGINES
 from quantlab.errors import UsageError
-from quantlab.study.spec import DEFAULT_PROMPT, DEFAULT_TOKENS, DTYPES, ENGINES
+from quantlab.study.spec import DEFAULT_PROMPT, DEFAULT_TOKENS, DTYPES
 from quantlab_cli.progress import Reporter, duration
-from quantlab_cli.types import SIZE, columns, echo_json, given
+from quantlab_cli.types import SIZE, Choice, columns, echo_json, given
 
 if TYPE_CHECKING:
     from quantlab.replay import Policy
@@ -43,14 +44,14 @@ DEFAULT_SUITE = "replayssm"
 )
 @click.option(
     "--records",
-    type=click.Choice(["auto", "bf16", "fp32", "exact"]),
+    type=Choice(["auto", "bf16", "fp32", "exact"]),
     default="auto",
     show_default=True,
     help="Types of a window's records.",
 )
 @click.option(
     "--corrections",
-    type=click.Choice(["rederive", "fold"]),
+    type=Choice(["rederive", "fold"]),
     default="rederive",
     show_default=True,
     help="Delta rules at a flush; fold is the ablation.",
@@ -84,7 +85,7 @@ DEFAULT_SUITE = "replayssm"
 )
 @click.option(
     "--engine",
-    type=click.Choice(ENGINES),
+    type=Choice(ENGINES),
     default="windowed",
     show_default=True,
     help="windowed: at prefill speed; stepwise: the oracle, one token a forward.",
@@ -99,7 +100,7 @@ DEFAULT_SUITE = "replayssm"
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …")
 @click.option(
     "--dtype",
-    type=click.Choice(DTYPES),
+    type=Choice(DTYPES),
     help="Of weights and activations.  [default: the checkpoint's; fp32 for the zoo on a CPU]",
 )
 @click.option("--batch-rows", type=SIZE, help="Rows in a batch.  [default: what memory allows]")
@@ -156,12 +157,7 @@ def kl(
             checkpoint_seconds=save_every,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
-    files: list[Path] = []
-    if figures:
-        from quantlab.report.page import write_report
-
-        files = write_report(result)
-    show(result, files, as_json=as_json, quiet=quiet)
+    show(result, figures=figures, as_json=as_json, quiet=quiet)
     for cell in result.failed:
         click.echo(f"failed: streams {cell['streams']}: {cell['error']}", err=True)
     return FAILED_CELLS if result.failed else 0
@@ -228,12 +224,32 @@ def list_policies(
 
 
 def show(
-    result: Result, files: list[Path], *, as_json: bool, quiet: bool, markdown: bool = False
+    result: Result,
+    *,
+    figures: bool = True,
+    as_json: bool = False,
+    quiet: bool = False,
+    markdown: bool = False,
 ) -> None:
-    """Write the table, then the JSON document if asked for, and say where the files are."""
+    """Write the table, draw figures and page, and say where they are.
+
+    The table comes first: a disk that has no room for figures must not hide it.
+
+    Args:
+        result: of a run.
+        figures: whether to draw.
+        as_json: whether a JSON document is the last line of stdout.
+        quiet: whether to leave out where the files are.
+        markdown: the table in Markdown.
+    """
     from quantlab.report.table import markdown_table
 
     click.echo(markdown_table(result.summary) if markdown else str(result))
+    files: list[Path] = []
+    if figures:
+        from quantlab.report.page import write_report
+
+        files = write_report(result)
     if not quiet:
         names = ["rows.parquet", "summary.csv", "spec.json", *(path.name for path in files)]
         click.echo(f"in {result.path}: {', '.join(names)}", err=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantlab_cli.types import columns, echo_json
+from quantlab_cli.types import Choice, columns, echo_json
 
 Listing = list[dict[str, Any]]
 
@@ -89,7 +89,7 @@ LISTINGS: dict[str, Callable[[], Listing]] = {
 
 
 @click.command()
-@click.argument("what", type=click.Choice(list(LISTINGS)))
+@click.argument("what", type=Choice(list(LISTINGS)))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 def ls(what: str, as_json: bool) -> None:
     """List formats, models, suites, policies or data."""

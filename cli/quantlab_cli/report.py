@@ -15,9 +15,7 @@ from quantlab_cli.kl import show
 @click.option("--markdown", is_flag=True, help="The table in Markdown.")
 def report(directory: Path, as_json: bool, markdown: bool) -> int:
     """Draw the figures of a run again; of an unfinished one, what it has so far."""
-    from quantlab.report.page import write_report
     from quantlab.study.result import load_result
 
-    result = load_result(directory)
-    show(result, write_report(result), as_json=as_json, quiet=False, markdown=markdown)
+    show(load_result(directory), as_json=as_json, markdown=markdown)
     return 0

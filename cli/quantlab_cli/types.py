@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     _Integer = click.ParamType[int]
-else:
-    _Integer = click.ParamType  # generic at run time only in recent versions of click
+    _Choice = click.Choice[str]
+else:  # generic at run time only in recent versions of click
+    _Integer, _Choice = click.ParamType, click.Choice
 
 
 class Size(_Integer):
@@ -39,6 +41,21 @@ class Size(_Integer):
 
 
 SIZE = Size()
+
+
+class Choice(_Choice):
+    """One of a few names; a wrong one is told the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Read it."""
+        try:
+            return str(super().convert(value, param, ctx))
+        except click.BadParameter as error:
+            near = difflib.get_close_matches(str(value).lower(), self.choices, n=1, cutoff=0.5)
+            if not near:
+                raise
+            message = f"{error.message} Did you mean {near[0]!r}?"
+            raise click.BadParameter(message, ctx=ctx, param=param) from error
 
 
 def given(option: str, parse: Callable[[str], T], text: str) -> T:

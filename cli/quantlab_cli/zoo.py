@@ -94,7 +94,7 @@ def train(
         raise UsageError(f"--resume: {out} has no stable.pt")
     import logging
 
-    from quantlab.models.load import parse_device
+    from quantlab.models.device import parse_device
     from quantlab.models.zoo.train import train as run
 
     parse_device(device)

@@ -7,8 +7,8 @@ padding, so the mask is always the lower-right causal one, which the fused kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -77,19 +77,32 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-@contextmanager
-def lower_right(model: torch.nn.Module) -> Iterator[None]:
+def lower_right(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Have `model` use this attention inside the block, and its own one afterwards."""
+    return attention(model, NAME, lower_right_attention)
+
+
+@contextmanager
+def attention(
+    model: torch.nn.Module, name: str, function: Callable[..., tuple[Tensor, None]]
+) -> Iterator[None]:
+    """Have `model` use an attention function, without a mask, inside the block.
+
+    Args:
+        model: a transformers model.
+        name: to register the function under.
+        function: of transformers' attention interface.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, lower_right_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _no_mask)
     found: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
     configs = {id(config): config for config in found}
     saved = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = name
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Choose how many streams ride in one batch and how many tokens one forward takes.
 
 The reference and all policies of a stream stay in one batch, so memory splits a study by stream,
-never by policy.
+never by policy. This module imports no torch until memory is asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from quantlab.errors import UsageError
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from quantlab.models import LoadedModel
     from quantlab.replay import Policy
 
-# Segments are multiples of this, the largest supported replay window, so that a segment boundary
-# is a window boundary whatever the window.
+Engine = Literal["windowed", "stepwise"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+# Segments are multiples of this, so that windows of 2, 4, … 64 end with them. Others are carried
+# over a boundary, which changes no rounding but runs the cut window in two parts.
 SEGMENT_QUANTUM = 64
 # Tokens of all rows in one forward. Larger ones run no faster (two cores: 28 rows x 512 tokens
 # took 33 s, x 1,152 42 s) but hold more activations.
@@ -84,6 +87,42 @@ def _bytes_per_token(m: LoadedModel) -> int:
     return int(ACTIVATION_COPIES * widest * 4)
 
 
+def check_sizes(
+    policies: int,
+    *,
+    tokens: int,
+    batch_rows: int | None,
+    segment: int | None,
+    engine: str,
+) -> None:
+    """Refuse sizes that no model could make right.
+
+    Args:
+        policies: how many there are, without the reference.
+        tokens: positions measured to, N.
+        batch_rows: rows a batch may hold, if given.
+        segment: tokens of a row in one forward, if given.
+        engine: "windowed" or "stepwise" (whose segment is 1, whatever is given).
+
+    Raises:
+        UsageError: with what would be right.
+    """
+    for name, value in (("--batch-rows", batch_rows), ("--segment", segment)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be positive (got {value})")
+    if batch_rows is not None and batch_rows < policies + 1:
+        raise UsageError(
+            f"--batch-rows must hold a stream with the reference and all policies, "
+            f"{policies + 1} rows (got {batch_rows})"
+        )
+    cut = segment is not None and 1 < segment < tokens and engine != "stepwise"
+    if segment is not None and cut and segment % SEGMENT_QUANTUM:
+        nearest = max(1, round(segment / SEGMENT_QUANTUM)) * SEGMENT_QUANTUM
+        raise UsageError(
+            f"--segment must be a multiple of {SEGMENT_QUANTUM} (got {segment}; nearest {nearest})"
+        )
+
+
 def plan(
     m: LoadedModel,
     policies: Sequence[Policy],
@@ -116,17 +155,10 @@ def plan(
     Raises:
         UsageError: if one stream with all its policies does not fit, or a size is not positive.
     """
+    check_sizes(len(policies), tokens=tokens, batch_rows=batch_rows, segment=segment, engine=engine)
     per_stream = len(policies) + 1
-    for name, value in (("--batch-rows", batch_rows), ("--segment", segment)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be positive (got {value})")
     if engine == "stepwise":
         segment = 1
-    if segment is not None and 1 < segment < tokens and segment % SEGMENT_QUANTUM:
-        raise UsageError(
-            f"--segment must be a multiple of {SEGMENT_QUANTUM} (got {segment}; nearest "
-            f"{max(1, round(segment / SEGMENT_QUANTUM)) * SEGMENT_QUANTUM})"
-        )
     row_bytes = _bytes_per_row(m, prompt + tokens)
     token_bytes = _bytes_per_token(m)
     budget = memory_budget(device)
@@ -142,11 +174,6 @@ def plan(
             )
     else:
         per_batch = batch_rows // per_stream
-        if per_batch < 1:
-            raise UsageError(
-                f"--batch-rows must hold a stream with the reference and all policies, "
-                f"{per_stream} rows (got {batch_rows})"
-            )
     batches = -(-streams // min(per_batch, streams))
     split = [
         list(range(i * streams // batches, (i + 1) * streams // batches)) for i in range(batches)

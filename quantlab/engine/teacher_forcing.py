@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantlab.engine.attention import lower_right
+from quantlab.engine.planner import ENGINES, Engine
 from quantlab.engine.precision import full_fp32
 from quantlab.replay import Policy, parse_policy
 from quantlab.replay.seeded import by_seed
@@ -23,8 +24,6 @@ from quantlab.replay.seeded import by_seed
 if TYPE_CHECKING:
     from quantlab.models import LoadedModel, OpCall
 
-Engine = Literal["windowed", "stepwise"]
-ENGINES: tuple[Engine, ...] = ("windowed", "stepwise")
 # What every policy is compared with: one FP32 state, read and written at every step.
 REFERENCE: Policy = parse_policy("conventional:fp32")
 # Bytes of logits (FP32, with log-softmax temporaries) held at once; more positions go in chunks.

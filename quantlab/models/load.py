@@ -23,6 +23,7 @@ from quantlab.models.checkpoint import (
     read_checkpoint,
     read_config,
 )
+from quantlab.models.device import parse_device
 from quantlab.models.identity import set_time_step_limit, source_identity
 from quantlab.models.loaded import LoadedModel, adapt
 from quantlab.models.source import Source, fetch, missing, resolve
@@ -36,25 +37,6 @@ _SAFETENSORS_DTYPES = {
 }
 # Memory that loading needs beside the weights, bytes: the allocator and one layer in flight.
 _LOAD_MARGIN = 256 * 2**20
-
-
-def parse_device(device: str | torch.device) -> torch.device:
-    """Return the device.
-
-    Raises:
-        UsageError: if there is no such device here.
-    """
-    try:
-        parsed = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"unknown device {device!r}: use cpu, cuda or cuda:<index>") from error
-    if parsed.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise UsageError(f"device {device}: no CUDA device here (torch {torch.__version__})")
-        if parsed.index is not None and parsed.index >= count:
-            raise UsageError(f"device {device}: this machine has {count} CUDA devices")
-    return parsed
 
 
 def parse_dtype(

@@ -112,7 +112,7 @@ class Backend:
             prompt=spec.prompt,
             segment=segment,
             seed=spec.seed,
-            engine="stepwise" if spec.engine == "stepwise" else "windowed",
+            engine=spec.engine,
         )
 
 

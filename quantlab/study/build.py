@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,15 @@ def build_spec(
     zoo = source.origin == "zoo"
     data = data or (ZOO_DATA if zoo else OTHER_DATA)
     check_data(data)
-    spec = KlSpec(model=model, policies=tuple(chosen), data=data, device=device, **fields)
+    named = "cpu" if device == "auto" else device
+    spec = KlSpec(model=model, policies=tuple(chosen), data=data, device=named, **fields)
     if zoo and data == ZOO_DATA:
         _check_length(spec)
-    if device != "auto":
-        return spec
-    import torch
+    if device == "auto":  # looked for last: it takes torch
+        import torch
 
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    return KlSpec(model=model, policies=tuple(chosen), data=data, device=found, **fields)
+        spec = replace(spec, device="cuda" if torch.cuda.is_available() else "cpu")
+    return spec
 
 
 def list_policies(policies: Sequence[str | Policy] | str) -> list[Policy]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quantlab.engine.planner import ENGINES, Engine, check_sizes
 from quantlab.errors import RunError, UsageError
+from quantlab.models.device import check_device_name
 from quantlab.replay.policy import Policy, parse_policy
 
 SPEC_VERSION = 1
-# The engine's own names, repeated here because the engine imports torch; a test holds them equal.
-ENGINES = ("windowed", "stepwise")
+# As `quantlab.models.load` has them, which imports torch; a test holds them equal.
 DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_TOKENS = 4096
 DEFAULT_PROMPT = 512
@@ -47,7 +48,7 @@ class KlSpec:
     tokens: int = DEFAULT_TOKENS
     streams: int | None = None
     prompt: int = DEFAULT_PROMPT
-    engine: str = "windowed"
+    engine: Engine = "windowed"
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
@@ -55,7 +56,7 @@ class KlSpec:
     segment: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "streams", "prompt", "batch_rows", "segment"):
+        for name in ("tokens", "streams", "prompt"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be positive (got {value})")
@@ -71,6 +72,14 @@ class KlSpec:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise UsageError(f"policy given twice: {', '.join(twice)}")
+        check_device_name(self.device)
+        check_sizes(
+            len(self.policies),
+            tokens=self.tokens,
+            batch_rows=self.batch_rows,
+            segment=self.segment,
+            engine=self.engine,
+        )
 
     @property
     def floor(self) -> Policy | None:

@@ -8,6 +8,7 @@ import pytest
 import quantlab
 import quantlab.study.build as build
 import quantlab.study.run as run_module
+from quantlab.errors import RunError
 from quantlab.models.source import Source
 from quantlab.study.result import load_result
 from quantlab.study.spec import KlSpec
@@ -130,9 +131,13 @@ WRONG = [
     (["--batch-rows", "0"], "'--batch-rows'", "must be positive"),
     (["--segment", "-64"], "'--segment'", "must be positive"),
     (["--seed", "-1"], "'--seed'", "range"),
-    (["--engine", "windows"], "'--engine'", "'windowed', 'stepwise'"),
-    (["--dtype", "fp8"], "'--dtype'", "'fp32', 'bf16', 'fp16'"),
-    (["--records", "fp64"], "'--records'", "'exact'"),
+    (["--engine", "windows"], "'windowed', 'stepwise'", "Did you mean 'windowed'"),
+    (["--dtype", "fp8"], "'fp32', 'bf16', 'fp16'", "Did you mean 'fp"),
+    (["--records", "fp34"], "'--records'", "Did you mean 'fp32'"),
+    (["--corrections", "folded"], "'--corrections'", "Did you mean 'fold'"),
+    (["--device", "gpu"], "unknown device 'gpu'", "cuda:<index>"),
+    (["--batch-rows", "9"], "--batch-rows must hold a stream", "10 rows (got 9)"),
+    (["--segment", "100"], "--segment must be a multiple of 64", "nearest 128"),
     (["--data", "bocks"], "--data 'bocks'", "did you mean 'books'"),
     (["--data", "nowhere.txt"], "no such data set or file", "books, pg19"),
     (["-N", "150K"], "--tokens 153,600", "longest N possible with 1 stream of books is 149,537"),
@@ -247,6 +252,22 @@ def test_full_disk_is_1_and_resumable(backend, monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", full)
     assert main([*ARGUMENTS, *TWO, "-o", "out"]) == 1
     assert "no space left on the disk" in capsys.readouterr().err
+
+
+def test_full_disk_for_the_figures_does_not_hide_the_table(backend, monkeypatch, capsys):
+    from quantlab.study.store import RunDirectory
+
+    real = RunDirectory.write
+
+    def write(self, path, data):
+        if path.suffix == ".png":
+            raise RunError("no space left on the disk")
+        real(self, path, data)
+
+    monkeypatch.setattr(RunDirectory, "write", write)
+    assert main([*ARGUMENTS, *TWO, "-o", "out"]) == 1
+    captured = capsys.readouterr()
+    assert "shared nvfp4-sr" in captured.out and "no space left" in captured.err
 
 
 def test_directory_of_something_else(backend, capsys):

@@ -70,7 +70,7 @@ def test_version(capsys):
         (["kll"], "no such command 'kll'. Did you mean 'kl'?"),
         (["kl"], "Missing option '--model'"),
         (["kl", "-M", "tiny-gdn", "--tokns", "3"], "Did you mean"),
-        (["ls", "formts"], "'formats'"),
+        (["ls", "formts"], "Did you mean 'formats'?"),
     ],
 )
 def test_usage_errors_are_2(arguments, message, capsys):

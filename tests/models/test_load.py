@@ -282,6 +282,7 @@ def test_memory_counts_the_dtype_asked_for(saved):
 def test_absent_device(saved, no_weights_read):
     refused(saved, UsageError, "no CUDA device", device="cuda")
     refused(saved, UsageError, "unknown device", device="gpu0")
+    refused(saved, UsageError, "unknown device", device="meta")
 
 
 # --- the hub -----------------------------------------------------------------------------------
