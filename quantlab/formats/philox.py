@@ -99,7 +99,8 @@ def sr_words(
         layer: ordinal of the recurrent layer.
         copy: 0 for the recurrence or shared copy, 1 for the read copy.
         stream: [rows] integers, global stream ids.
-        flush: number of the store, 0 for the one after prefill; may be a 0-d integer tensor.
+        flush: number of the store, 0 for the one after prefill; may be an integer tensor, 0-d or
+            [rows] where rows are at different stores.
         heads: value heads.
         dv: value rows of a state.
         dk: key channels of a state.
@@ -123,7 +124,7 @@ def sr_words(
     quads = -(-count // 4)
     streams = stream.to(device=where, dtype=torch.int64)[:, None]
     if isinstance(flush, Tensor):
-        flushes = flush.to(device=where, dtype=torch.int64).reshape(1, 1)
+        flushes = flush.to(device=where, dtype=torch.int64).reshape(-1, 1)
     else:
         flushes = torch.full((1, 1), flush, dtype=torch.int64, device=where)
     place = torch.full((1, 1), layer + COPY_STRIDE * copy, dtype=torch.int64, device=where)
