@@ -8,10 +8,13 @@ study records is `implementation_name` of the class chosen.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 import torch
 
+from quantlab.errors import MissingAsset
 from quantlab.replay.scan import WindowedScan
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -32,7 +35,7 @@ def scan_class(
 
     Raises:
         ValueError: no such implementation.
-        RuntimeError: the kernels are wanted and Triton is not installed.
+        MissingAsset: the kernels are wanted and Triton is not installed.
     """
     if implementation not in get_args(Implementation):
         raise ValueError(
@@ -43,17 +46,38 @@ def scan_class(
         implementation = "triton" if torch.device(device).type == "cuda" else "torch"
     if implementation == "torch":
         return WindowedScan
-    try:
+    with _triton(f"the scan on {device}", "choose implementation='torch' to run the slower one"):
         from quantlab_kernels.triton_scan import TritonScan
+    scan: type[WindowedScan] = TritonScan
+    return scan
+
+
+def training_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hand out the recurrence and the convolution that the zoo is trained with on a GPU.
+
+    Returns:
+        `chunk_scan` and `conv_silu`, both differentiable.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("training on a GPU", "train on a CPU to try it without"):
+        from quantlab_kernels.chunk_train import chunk_scan
+        from quantlab_kernels.chunk_train_conv import conv_silu
+    return chunk_scan, conv_silu
+
+
+@contextmanager
+def _triton(what: str, instead: str) -> Iterator[None]:
+    """Explain an import of kernels that fails for want of Triton."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
-        raise RuntimeError(
-            f"the scan on {device} runs on Triton, which is not installed (pip install "
-            "'quantlab[gpu]'); choose implementation='torch' to run the slower plain one"
+        raise MissingAsset(
+            f"{what} needs Triton, which is not installed (pip install 'quantlab[gpu]'); {instead}"
         ) from error
-    scan: type[WindowedScan] = TritonScan
-    return scan
 
 
 def implementation_name(scan: type[object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import click
@@ -52,7 +53,7 @@ def list_models(as_json: bool) -> None:
     "--data",
     type=click.Path(path_type=Path),
     required=True,
-    help="Directory of the books (data_manifests/books-train.toml).",
+    help="Directory with books-train.txt.xz and books-test/ (data_manifests/).",
 )
 @click.option(
     "--out",
@@ -68,7 +69,7 @@ def list_models(as_json: bool) -> None:
 )
 @click.option("--tokens", type=SIZE, help="in tokens.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--resume", is_flag=True, help="Go on from OUT/stable.pt under a further budget.")
+@click.option("--resume", is_flag=True, help="Go on with the run in OUT under a further budget.")
 def train(
     name: str,
     data: Path,
@@ -82,21 +83,28 @@ def train(
     from quantlab.models.zoo import ZOO
 
     if name not in ZOO:
-        raise UsageError(f"no zoo model {name!r}; known: {', '.join(ZOO)}")
+        near = difflib.get_close_matches(name, ZOO, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"no zoo model {name!r}.{hint} Known: {', '.join(ZOO)}")
     if (seconds is None) == (tokens is None):
         raise UsageError("give the budget as one of --seconds and --tokens")
     if not data.exists():
         raise MissingAsset(
-            f"--data {data} does not exist: the training books are listed, with their hashes, in "
-            "data_manifests/books-train.toml"
+            f"--data {data} does not exist: the books are listed, with sources and hashes, in "
+            "data_manifests/books-train.toml and books-test.toml"
         )
-    if resume and not (out / "stable.pt").is_file():
-        raise UsageError(f"--resume: {out} has no stable.pt")
+    if not data.is_dir():
+        raise UsageError(f"--data {data} is a file; give the directory that holds the books")
     import logging
 
-    from quantlab.models.device import parse_device
+    from quantlab.models.device import check_device_name, parse_device
+
+    check_device_name(device)
+    from quantlab.models.zoo.train import saved_state
     from quantlab.models.zoo.train import train as run
 
+    if resume:
+        saved_state(out)
     parse_device(device)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run(name, data=data, out=out, device=device, seconds=seconds, tokens=tokens, resume=resume)

@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 from quantlab.errors import RunError
 
-# Streams that `--data` knows by name; books-train is a manifest too, but no stream of a study.
 MANIFESTS = ("books", "pg19")
+"""Streams that `--data` knows by name."""
+TRAINING, TESTING = "books-train", "books-test"
+"""Manifests that are no streams of a study: what the zoo is trained on, and its cards measure."""
 _INSTALLED = Path(__file__).parent / "manifests"
 _CHECKOUT = Path(__file__).parents[2] / "data_manifests"
 STREAMS_DIRECTORY = Path(__file__).parent / "streams"
@@ -31,7 +33,8 @@ class Text:
         bytes: length in UTF-8.
         sha256: of those bytes, decompressed.
         name: short name of the stream; empty where the text is none.
-        file: packaged file, xz; empty where the text is not packaged on its own.
+        file: its file, xz, among the packaged streams or in the user's directory; empty where the
+            text has none of its own.
     """
 
     title: str
@@ -57,6 +60,7 @@ class Manifest:
         texts: the texts, where the manifest lists them.
         hub: `repository`, `revision`, `file`, `column` and `title_column` of a hub data set.
         sha256: of the whole, where it is one file; else empty.
+        file: the file of the whole, where it is one of the user's; else empty.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Manifest:
     texts: tuple[Text, ...] = ()
     hub: dict[str, str] = field(default_factory=dict)
     sha256: str = ""
+    file: str = ""
 
 
 def manifest_path(name: str) -> Path:
@@ -98,6 +103,7 @@ def load_manifest(name: str) -> Manifest:
             texts=texts,
             hub={key: raw[key] for key in hub_keys} if raw["kind"] == "hub" else {},
             sha256=raw.get("sha256", ""),
+            file=raw["file"] if raw["kind"] == "local" and "sha256" in raw else "",
         )
     except (KeyError, tomllib.TOMLDecodeError) as error:
         raise RunError(f"{path} is not a manifest: {error}") from error

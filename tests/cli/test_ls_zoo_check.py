@@ -41,7 +41,7 @@ def test_zoo_list(capsys):
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        (["tiny-gnd", "--data", ".", "--out", "o", "--tokens", "1K"], 2, "no zoo model 'tiny-gnd'"),
+        (["tiny-gnd", "--data", ".", "--out", "o", "--tokens", "1K"], 2, "Did you mean 'tiny-gdn'"),
         (["tiny-gdn", "--data", ".", "--out", "o"], 2, "one of --seconds and --tokens"),
         (["tiny-gdn", "--data", ".", "--out", "o", "--tokens", "0"], 2, "must be positive"),
         (["tiny-gdn", "--data", ".", "--out", "o", "--seconds", "-1"], 2, "--seconds"),
@@ -53,7 +53,17 @@ def test_zoo_list(capsys):
         (
             ["tiny-gdn", "--data", ".", "--out", "o", "--tokens", "1K", "--resume"],
             2,
-            "has no stable.pt",
+            "neither last.pt nor stable.pt",
+        ),
+        (
+            ["tiny-gdn", "--data", __file__, "--out", "o", "--tokens", "1K"],
+            2,
+            "is a file; give the directory",
+        ),
+        (
+            ["tiny-gdn", "--data", ".", "--out", "o", "--tokens", "1K", "--device", "cpu"],
+            5,
+            "books-train.txt.xz does not exist",
         ),
         (
             ["tiny-gdn", "--data", ".", "--out", "o", "--tokens", "1K", "--device", "gpu"],

@@ -5,11 +5,17 @@ import lzma
 
 import pytest
 
-from quantlab.data.manifest import MANIFESTS, STREAMS_DIRECTORY, load_manifest
+from quantlab.data.manifest import (
+    MANIFESTS,
+    STREAMS_DIRECTORY,
+    TESTING,
+    TRAINING,
+    load_manifest,
+)
 from quantlab.data.streams import tokens_needed
 
 
-@pytest.mark.parametrize("name", [*MANIFESTS, "books-train"])
+@pytest.mark.parametrize("name", [*MANIFESTS, TRAINING, TESTING])
 def test_every_manifest_states_licence_and_split(name):
     manifest = load_manifest(name)
     assert manifest.name == name

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quantlab.errors import RunError, UsageError
 from quantlab.models.zoo import ZOO
 from quantlab.models.zoo import train as training
 from quantlab.models.zoo.corpus import Book, Corpus, Crops, windows
@@ -23,6 +24,7 @@ from quantlab.models.zoo.initialise import half_lives, hf_model, initial_weights
 from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import orthogonalise
 from quantlab.models.zoo.recipe import Phase
+from quantlab.models.zoo.schedule import Budget, phase_at, rate_at
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -114,9 +116,7 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 def run_of(model, out, tokens, resume=False):
-    run = training.Run(
-        model, CORPUS, out, CPU, training.Budget(tokens=tokens), begun=time.monotonic()
-    )
+    run = training.Run(model, CORPUS, out, CPU, Budget(tokens=tokens), begun=time.monotonic())
     if resume:
         run.load(out / "stable.pt")
     run.loop()
@@ -130,17 +130,15 @@ def test_a_resumed_run_repeats_an_unbroken_one(name, tmp_path):
     # A budget of 4 saves its stable state after 3 steps, at p = 0.75; 3 + 5 = 8 in all.
     run_of(model, tmp_path / "cut", 4 * step)
     resumed = run_of(model, tmp_path / "cut", 5 * step, resume=True)
-    whole = training.Run(
-        model, CORPUS, tmp_path / "whole", CPU, training.Budget(tokens=8 * step), begun=0.0
-    )
+    whole = training.Run(model, CORPUS, tmp_path / "whole", CPU, Budget(tokens=8 * step), begun=0.0)
     # Its first three steps are those of the short budget.
-    short = training.Budget(tokens=4 * step)
+    short = Budget(tokens=4 * step)
     whole.budget, long = short, whole.budget
     whole._warm = None
     for _ in range(3):
         p = whole._progress()
-        phase = training.phase_at(whole.hyper, p)
-        whole._one(phase, training.rate_at(whole.hyper, p, whole.step))
+        phase = phase_at(whole.hyper, p)
+        whole._one(phase, rate_at(whole.hyper, p, whole.step))
     whole.budget = long
     whole.loop()
     assert (resumed.step, resumed.tokens) == (whole.step, whole.tokens) == (8, 8 * step)
@@ -211,10 +209,10 @@ def test_windows_end_a_stride_apart():
 
 def test_schedule():
     hyper = ZOO["tiny-gdn"].training
-    assert training.rate_at(hyper, 0.5, 10_000) == 1.0
-    assert training.rate_at(hyper, 1.0, 10_000) == pytest.approx(hyper.final_lr)
-    assert training.rate_at(hyper, 0.0, 0) == pytest.approx(1 / hyper.warmup_steps)
-    lengths = [training.phase_at(hyper, p).length for p in (0.0, 0.6, 0.8, 0.95, 1.0)]
+    assert rate_at(hyper, 0.5, 10_000) == 1.0
+    assert rate_at(hyper, 1.0, 10_000) == pytest.approx(hyper.final_lr)
+    assert rate_at(hyper, 0.0, 0) == pytest.approx(1 / hyper.warmup_steps)
+    lengths = [phase_at(hyper, p).length for p in (0.0, 0.6, 0.8, 0.95, 1.0)]
     assert lengths == [4_096, 16_384, 65_536, 131_072, 131_072]
 
 
@@ -253,12 +251,45 @@ def test_initial_decays_have_the_half_lives_of_the_recipe():
 
 
 def test_unknown_names_and_budgets_are_refused(tmp_path):
-    with pytest.raises(KeyError, match="tiny-gdn"):
+    with pytest.raises(UsageError, match="tiny-gdn"):
         training.train("tiny-gnd", data=tmp_path, out=tmp_path, seconds=1)
     with pytest.raises(ValueError, match="exactly one"):
-        training.Budget(seconds=1.0, tokens=1)
-    with pytest.raises(FileNotFoundError, match=r"stable\.pt"):
-        run_of(small("tiny-gdn"), tmp_path, 128, resume=True)
+        Budget(seconds=1.0, tokens=1)
+
+
+def test_a_cut_run_goes_on_from_its_last_state_and_a_finished_one_from_its_stable_one(tmp_path):
+    with pytest.raises(UsageError, match=r"neither last\.pt nor stable\.pt"):
+        training.saved_state(tmp_path)
+    (tmp_path / "stable.pt").touch()
+    assert training.saved_state(tmp_path).name == "stable.pt"
+    (tmp_path / "last.pt").touch()
+    assert training.saved_state(tmp_path).name == "last.pt"
+
+
+def test_a_kill_while_saving_leaves_the_state_before(tmp_path, monkeypatch):
+    run = run_of(small("tiny-gdn"), tmp_path, 4 * 128)
+    before = (tmp_path / "stable.pt").read_bytes()
+
+    def half(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(tmp_path / "stable.pt")
+    assert (tmp_path / "stable.pt").read_bytes() == before
+
+
+def test_damaged_and_foreign_states_are_refused(tmp_path):
+    run = run_of(small("tiny-gdn"), tmp_path, 4 * 128)
+    path = tmp_path / "stable.pt"
+    whole = path.read_bytes()
+    with pytest.raises(UsageError, match="is a run of tiny-gdn, not of tiny-mamba2"):
+        run_of(small("tiny-mamba2"), tmp_path, 128, resume=True)
+    for cut in (b"", whole[:100], whole[: len(whole) // 2]):
+        path.write_bytes(cut)
+        with pytest.raises(RunError, match="is damaged"):
+            run.load(path)
 
 
 def test_checkpoint_is_complete(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantlab.models.zoo.recipe import BYTE_OFFSET
+from quantlab.data.manifest import TESTING, TRAINING, Text, load_manifest
+from quantlab.data.tokenize import BYTE_OFFSET
+from quantlab.errors import MissingAsset, RunError
 
 VALIDATION_SHARE = 0.05
 """Least share of the training text's bytes that is held out."""
@@ -30,7 +31,7 @@ class Book:
 class Corpus:
     """Books for training, for validation (never trained on) and for the test.
 
-    The validation books are whole books: those of least sha256, as books.json gives it, until they
+    The validation books are whole books: those of least sha256, until they
     hold `VALIDATION_SHARE` of the training text. Hashes order books regardless of author, size and
     place.
     """
@@ -41,41 +42,54 @@ class Corpus:
 
 
 def load_corpus(directory: Path) -> Corpus:
-    """Read and check the books.
+    """Read the books of data_manifests/books-train.toml and books-test.toml, and check them.
 
     Args:
-        directory: holds books.json, books-train.txt.xz and books-test/.
+        directory: holds books-train.txt.xz and books-test/.
 
     Raises:
-        FileNotFoundError: a file is missing; the message says which.
-        ValueError: a book's bytes do not have the sha256 of books.json.
+        MissingAsset: a file is not there.
+        RunError: a file is damaged, or a book has another sha256 than its manifest says.
     """
-    entries = json.loads((directory / "books.json").read_text(encoding="utf-8"))
-    blob = lzma.decompress((directory / "books-train.txt.xz").read_bytes())
-    wanted = [e for e in entries if e["split"] == "train"]
-    quota = VALIDATION_SHARE * sum(e["bytes"] for e in wanted)
-    held: set[int] = set()
-    for e in sorted(wanted, key=lambda e: str(e["sha256"])):
+    training, testing = load_manifest(TRAINING), load_manifest(TESTING)
+    whole = _read(directory / training.file, TRAINING)
+    quota = VALIDATION_SHARE * sum(text.bytes for text in training.texts)
+    held: set[str] = set()
+    for text in sorted(training.texts, key=lambda text: text.sha256):
         if quota <= 0:
             break
-        held.add(e["gutenberg_id"])
-        quota -= e["bytes"]
+        held.add(text.sha256)
+        quota -= text.bytes
     train: list[Book] = []
     validation: list[Book] = []
-    test: list[Book] = []
-    for e in entries:
-        if e["split"] == "train":
-            raw = blob[e["offset"] : e["offset"] + e["bytes"]]
-        else:
-            raw = lzma.decompress((directory / e["file"]).read_bytes())
-        if hashlib.sha256(raw).hexdigest() != e["sha256"]:
-            raise ValueError(
-                f"{e['title']!r} in {directory} does not have the sha256 of books.json"
-            )
-        book = Book(title=e["title"], text=torch.from_numpy(np.frombuffer(raw, np.uint8).copy()))
-        part = test if e["split"] == "test" else validation if e["gutenberg_id"] in held else train
-        part.append(book)
+    offset = 0
+    for text in training.texts:
+        book = _book(text, whole[offset : offset + text.bytes], directory / training.file)
+        (validation if text.sha256 in held else train).append(book)
+        offset += text.bytes
+    test = [
+        _book(text, _read(directory / text.file, TESTING), directory / text.file)
+        for text in testing.texts
+    ]
     return Corpus(train=tuple(train), validation=tuple(validation), test=tuple(test))
+
+
+def _read(path: Path, manifest: str) -> bytes:
+    if not path.is_file():
+        raise MissingAsset(
+            f"{path} does not exist: data_manifests/{manifest}.toml lists the books with their "
+            "sources and hashes"
+        )
+    try:
+        return lzma.decompress(path.read_bytes())
+    except lzma.LZMAError as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+
+
+def _book(text: Text, raw: bytes, path: Path) -> Book:
+    if hashlib.sha256(raw).hexdigest() != text.sha256:
+        raise RunError(f"{text.title!r} in {path} has another sha256 than its manifest says")
+    return Book(title=text.title, text=torch.from_numpy(np.frombuffer(raw, np.uint8).copy()))
 
 
 class Crops:

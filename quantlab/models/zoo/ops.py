@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantlab import dispatch
 from quantlab.models.zoo.scan import sequential_scan
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -62,8 +63,5 @@ def torch_conv_silu(
 def training_ops(device: torch.device) -> tuple[Scan, Conv]:
     """Pick the recurrence and the convolution: Triton's on a GPU, plain torch elsewhere."""
     if device.type == "cuda":
-        from quantlab_kernels.chunk_train import chunk_scan
-        from quantlab_kernels.chunk_train_conv import conv_silu
-
-        return chunk_scan, conv_silu
+        return dispatch.training_kernels()
     return sequential_scan, torch_conv_silu

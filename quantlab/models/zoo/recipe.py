@@ -25,9 +25,6 @@ from typing import Any, Literal
 VOCABULARY = 384
 """ByT5's: 3 special ids, 256 bytes as byte + 3, 125 unused. Source: google/byt5-small tokenizer."""
 
-BYTE_OFFSET = 3
-"""Id of byte 0 in that vocabulary."""
-
 LONGEST = 262_144
 """Written to the config as `max_position_embeddings`; nothing depends on it at run time."""
 

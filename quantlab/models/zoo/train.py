@@ -4,14 +4,14 @@ A run is planned on a budget, of wall-clock seconds or of tokens. Its progress p
 sequence length (`Training.phases`) and rates (`rate_at`). `out` receives
 
     stable.pt            everything to go on with, taken where the decay of rates begins
-    last.pt              the same, once a minute, in case the run is cut
+    last.pt              the same, once a minute, until the run is finished
     train.csv            a row per `LOG_EVERY` steps
     config.json, model.safetensors, result.json, card.md
 
-`resume=True` continues from stable.pt under a new budget: budgets add up, so the resumed run
-decays at the end of the sum. Crops depend on the step alone. A resumed token-budget run on one
-machine repeats an unbroken one bit for bit where the device's sums are deterministic (on a CPU
-they are, and it is tested).
+`resume=True` continues a run that was cut from last.pt and a finished one from stable.pt, under a
+new budget: budgets add up, so the resumed run decays at the end of the sum. Crops depend on the
+step alone. A resumed token-budget run on one machine repeats an unbroken one bit for bit where the
+device's sums are deterministic (on a CPU they are, and it is tested).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ import math
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantlab.errors import RunError, UsageError
 from quantlab.models.zoo.card import write_card
 from quantlab.models.zoo.corpus import Corpus, Crops, load_corpus, windows
 from quantlab.models.zoo.evaluate import Evaluation, evaluate
@@ -37,7 +39,8 @@ from quantlab.models.zoo.forward import Forward
 from quantlab.models.zoo.initialise import hf_model, initial_weights, save_checkpoint
 from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import Optimiser
-from quantlab.models.zoo.recipe import ZOO, Phase, Training, ZooModel
+from quantlab.models.zoo.recipe import ZOO, Phase, ZooModel
+from quantlab.models.zoo.schedule import Budget, phase_at, rate_at
 
 log = logging.getLogger(__name__)
 
@@ -54,40 +57,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How long to train: exactly one of the two, for this call.
-
-    Args:
-        seconds: wall clock from the call to the end of its last step, compilation included.
-        tokens: training tokens.
-    """
-
-    seconds: float | None = None
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check that one is given."""
-        if (self.seconds is None) == (self.tokens is None):
-            raise ValueError("give exactly one of seconds and tokens")
-
-
-def phase_at(hyper: Training, progress: float) -> Phase:
-    """Pick the phase at a progress in [0, 1]."""
-    for phase in hyper.phases:
-        progress -= phase.share
-        if progress < 0:
-            return phase
-    return hyper.phases[-1]
-
-
-def rate_at(hyper: Training, progress: float, step: int) -> float:
-    """Share of the recipe's rates: linear warm-up over steps, flat, linear decay over progress."""
-    warm = min(1.0, (step + 1) / hyper.warmup_steps)
-    left = max(0.0, 1.0 - progress) / hyper.decay_share
-    return warm * (hyper.final_lr + (1.0 - hyper.final_lr) * min(1.0, left))
-
-
 def train(
     name: str,
     *,
@@ -102,34 +71,50 @@ def train(
 
     Args:
         name: a key of `ZOO`.
-        data: directory of the books (see `corpus.load_corpus`).
+        data: directory with books-train.txt.xz and books-test/ (see `corpus.load_corpus`).
         out: directory of results, made if missing.
         device: torch device; anything but CUDA is for tests.
         seconds: budget in wall-clock seconds of this call; or
         tokens: in tokens of this call.
-        resume: go on from `out`/stable.pt.
+        resume: go on with the run in `out` (see `saved_state`).
 
     Returns:
         `out`, a checkpoint that transformers loads.
 
     Raises:
-        KeyError: an unknown name.
-        FileNotFoundError: books, or stable.pt under `resume`, are missing.
-        FloatingPointError: the loss stopped being finite.
+        UsageError: an unknown name, or nothing of this model in `out` to go on with.
+        MissingAsset: books are missing.
+        RunError: a damaged file, a file that cannot be written, or a loss that stopped being
+            finite.
     """
     if name not in ZOO:
-        raise KeyError(f"no zoo model {name!r}; there are {', '.join(ZOO)}")
+        raise UsageError(f"no zoo model {name!r}; known: {', '.join(ZOO)}")
     budget = Budget(seconds=seconds, tokens=tokens)
     begun = time.monotonic()
     corpus = load_corpus(data)
-    run = Run(ZOO[name], corpus, out, torch.device(device), budget, begun=begun)
-    if resume:
-        run.load(out / "stable.pt")
-    run.loop()
-    # Before the evaluation, which may still fail or be cut.
-    save_checkpoint(run.model, run.optimiser.masters, out)
-    run.finish(evaluate(run.forward, run.rounded(), corpus.test))
+    try:
+        run = Run(ZOO[name], corpus, out, torch.device(device), budget, begun=begun)
+        if resume:
+            run.load(saved_state(out))
+        run.loop()
+        # Before the evaluation, which may still fail or be cut.
+        save_checkpoint(run.model, run.optimiser.masters, out)
+        run.finish(evaluate(run.forward, run.rounded(), corpus.test))
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error}") from error
     return out
+
+
+def saved_state(out: Path) -> Path:
+    """Name the state to go on from: last.pt of a run that was cut, else stable.pt.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    for name in ("last.pt", "stable.pt"):
+        if (out / name).is_file():
+            return out / name
+    raise UsageError(f"--resume: {out} has neither last.pt nor stable.pt to go on from")
 
 
 class Run:
@@ -167,12 +152,18 @@ class Run:
         self._saved_stable = False
 
     def load(self, path: Path) -> None:
-        """Continue from a saved state."""
-        if not path.is_file():
-            raise FileNotFoundError(f"nothing to resume from: {path} does not exist")
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        """Continue from a saved state.
+
+        Raises:
+            UsageError: it is another model's.
+            RunError: it is damaged.
+        """
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
         if state["model"] != self.model.name:
-            raise ValueError(f"{path} is a run of {state['model']}, not of {self.model.name}")
+            raise UsageError(f"{path} is a run of {state['model']}, not of {self.model.name}")
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.tokens, self.spent = state["step"], state["tokens"], state["spent"]
         self.rows = state["rows"]
@@ -180,7 +171,8 @@ class Run:
         self._tokens_before = self.tokens
 
     def save(self, path: Path) -> None:
-        """Save everything needed to go on."""
+        """Save everything needed to go on, whole or not at all."""
+        temporary = path.with_suffix(".tmp")
         torch.save(
             {
                 "model": self.model.name,
@@ -191,8 +183,9 @@ class Run:
                 "rows": self.rows,
                 "calls": self.calls,
             },
-            path,
+            temporary,
         )
+        temporary.replace(path)
 
     def loop(self) -> None:
         """Train until the budget is used."""
@@ -234,7 +227,7 @@ class Run:
                 total.zero_()
                 since, mark, mark_tokens = 0, time.monotonic(), self.tokens
                 if not math.isfinite(bits):
-                    raise FloatingPointError(f"loss is {bits} at step {self.step}")
+                    raise RunError(f"the loss is {bits} at step {self.step}")
         self._sync()
         self.spent += self._elapsed()
 
@@ -272,7 +265,7 @@ class Run:
         }
 
     def finish(self, evaluation: Evaluation) -> None:
-        """Write the checkpoint, the log, the figures and the card."""
+        """Write the checkpoint, the log, the figures and the card; last.pt has then served."""
         save_checkpoint(self.model, self.optimiser.masters, self.out)
         with (self.out / "train.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -293,6 +286,7 @@ class Run:
         text = json.dumps(result, indent=1) + "\n"
         (self.out / "result.json").write_text(text, encoding="utf-8")
         write_card(self.model, result, self.out / "card.md")
+        (self.out / "last.pt").unlink(missing_ok=True)
 
     def _progress(self) -> float:
         if self.budget.tokens is not None:
