@@ -78,7 +78,9 @@ def to_cube(rows: pa.Table) -> Cube:
     present = np.zeros(shape, dtype=bool)
     present[policy, stream, position] = True
     values: dict[str, Array] = {}
-    for column in ("kl", "nll", "nll_reference", "top1_agrees", "diverged"):
+    # runs of the first version of the schema have no kl_of_mean
+    measured = ("kl", "nll", "nll_reference", "top1_agrees", "diverged", "kl_of_mean")
+    for column in (name for name in measured if name in rows.schema.names):
         array = np.full(shape, np.nan)
         array[policy, stream, position] = rows[column].to_numpy().astype(np.float64)
         values[column] = array
@@ -184,10 +186,29 @@ def bootstrap(
     policies, streams = per_stream.shape
     if streams < 2:
         return np.full(policies, np.nan), np.full(policies, np.nan)
-    draws = np.random.Generator(np.random.Philox(seed)).integers(streams, size=(resamples, streams))
-    # how often each stream was drawn: a product instead of a [policies, resamples, streams] gather
-    counts = np.stack([(draws == s).sum(axis=1) for s in range(streams)]) / streams
-    means = per_stream @ counts
+    means = resampled(per_stream, resamples=resamples, seed=seed)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=1, method="linear")
     return low, high
+
+
+def resampled(
+    per_stream: Array, *, resamples: int = RESAMPLES, seed: int = BOOTSTRAP_SEED
+) -> Array:
+    """Means over streams drawn with replacement.
+
+    Args:
+        per_stream: [k, streams].
+        resamples: draws of all streams.
+        seed: of the generator; the same draws for every row, so that functions of several rows
+            see the same streams.
+
+    Returns:
+        [k, resamples].
+    """
+    streams = per_stream.shape[1]
+    draws = np.random.Generator(np.random.Philox(seed)).integers(streams, size=(resamples, streams))
+    # how often each stream was drawn: a product instead of a [policies, resamples, streams] gather
+    counts = np.stack([(draws == s).sum(axis=1) for s in range(streams)]) / streams
+    means: Array = per_stream @ counts
+    return means

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantlab.metrics.divergence import compare
+from quantlab.metrics.repetitions import kl_of_means
 from quantlab.study.rows import chunk_rows
 from quantlab.study.store import RunDirectory, read_table, sync_directory
 
@@ -75,6 +76,7 @@ def run_batch(
         rows = chunk_rows(
             spec,
             compare(measured.logits, measured.targets),
+            kl_of_means=kl_of_means(measured.logits, spec.repetitions),
             positions=measured.positions,
             diverged_at=measured.diverged_at[1:],  # row 0 is the reference
             streams=streams,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantlab.metrics.divergence import TokenMetrics
     from quantlab.study.spec import KlSpec
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 
 
@@ -43,6 +43,11 @@ SCHEMA = pa.schema(
         _field("nll_reference", pa.float64(), "nats, of the next token under the FP32 state"),
         _field("top1_agrees", pa.bool_(), "the most likely token is the reference's"),
         _field("diverged", pa.bool_(), "a stored state was not finite at or before the position"),
+        _field(
+            "kl_of_mean",
+            pa.float64(),
+            "nats, KL(FP32 state || mean logits over the seeds of the policy); NaN with one seed",
+        ),
     ]
 )
 
@@ -51,6 +56,7 @@ def chunk_rows(
     spec: KlSpec,
     metrics: TokenMetrics,
     *,
+    kl_of_means: Tensor,
     positions: Tensor,
     diverged_at: Tensor,
     streams: Sequence[int],
@@ -61,6 +67,7 @@ def chunk_rows(
     Args:
         spec: the study.
         metrics: of its policies, [policies, streams, n].
+        kl_of_means: [policies, streams, n], see `quantlab.metrics.repetitions`.
         positions: [n], 1-based after the prompt.
         diverged_at: [policies, streams] first position with a non-finite stored state, -1 if none.
         streams: indices of the batch's streams in the study.
@@ -69,7 +76,7 @@ def chunk_rows(
     Returns:
         A table of `SCHEMA`. From the position where a state diverged on, `kl` and `nll` are NaN
         and `top1_agrees` is False, whatever the logits happened to be; logits that are NaN count
-        as diverged too.
+        as diverged too. `kl_of_mean` is NaN from where any seed of the policy diverged.
     """
     kl, nll = metrics.kl.cpu().numpy().copy(), metrics.nll.cpu().numpy().copy()
     agrees = metrics.top1_agrees.cpu().numpy().copy()
@@ -78,6 +85,9 @@ def chunk_rows(
     diverged = ((at >= 0) & (where[None, None] >= at)) | np.isnan(kl)
     kl[diverged] = nll[diverged] = np.nan
     agrees[diverged] = False
+    of_mean = kl_of_means.cpu().numpy().copy()
+    for group in map(list, spec.repetitions):
+        of_mean[group] = np.where(diverged[group].any(axis=0), np.nan, of_mean[group])
     policies, batch = kl.shape[:2]
     reference = np.broadcast_to(metrics.nll_reference.cpu().numpy()[None], kl.shape)
 
@@ -99,6 +109,7 @@ def chunk_rows(
         pa.array(reference.ravel()),
         pa.array(agrees.ravel()),
         pa.array(diverged.ravel()),
+        pa.array(of_mean.ravel()),
     ]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 

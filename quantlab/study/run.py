@@ -150,6 +150,12 @@ def _run(
     m, streams = open_streams(spec, backend)
     record = _record(spec, recorded, m, streams, backend, session.progress)
     if recorded:
+        _same(
+            directory,
+            "schema of rows",
+            {"version": recorded.get("rows_schema")},
+            {"version": SCHEMA_VERSION},
+        )
         _same(directory, "data", recorded.get("data", {}), record["data"])
         _same_model(directory, recorded.get("model", {}), record["model"])
     record["self_test"] = backend.self_test(m)

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quantlab.engine.planner import ENGINES, Engine, check_sizes
@@ -88,6 +88,14 @@ class KlSpec:
             if policy.kind == "shared" and policy.recur.is_exact:
                 return policy
         return None
+
+    @property
+    def repetitions(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the policies that differ only in their seeds, two or more in a group."""
+        groups: dict[str, list[int]] = {}
+        for index, policy in enumerate(self.policies):
+            groups.setdefault(str(replace(policy, seed=None)), []).append(index)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; formats and policies by their long names."""
