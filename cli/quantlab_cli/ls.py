@@ -88,6 +88,24 @@ LISTINGS: dict[str, Callable[[], Listing]] = {
 }
 
 
+def _more_formats() -> str:
+    from quantlab.formats.element import ELEMENTS, IntElement
+    from quantlab.formats.grammar import OPTIONS
+
+    scaled = [e.alias for e in ELEMENTS.values() if isinstance(e, IntElement) or e.bits <= 8]
+    return (
+        "\nA name takes -sr (stochastic rounding) and options: nvfp4:scale_round=up-sr.\n"
+        f"{', '.join(scaled[:-1])} and {scaled[-1]} (or the ml_dtypes name) are formats with a\n"
+        "scale, in FP32 unless said: @row (one for a value row, over dk), @key (a key channel,\n"
+        "over dv), @state, @blockN (N along dk), @tileRxC (dv × dk): int8@row,\n"
+        "int8@key:scale=bf16, fp8@tile32x128:qmax=240-sr.\n"
+        f"Options: {', '.join(OPTIONS)}."
+    )
+
+
+NOTES: dict[str, Callable[[], str]] = {"formats": _more_formats}
+
+
 @click.command()
 @click.argument("what", type=Choice(list(LISTINGS)))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
@@ -99,3 +117,5 @@ def ls(what: str, as_json: bool) -> None:
         return
     header = tuple(listed[0]) if listed else ()
     click.echo(columns([tuple(str(v) for v in entry.values()) for entry in listed], header))
+    if what in NOTES:
+        click.echo(NOTES[what]())

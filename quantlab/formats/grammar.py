@@ -39,7 +39,8 @@ from quantlab.formats.scale import (
 )
 from quantlab.formats.spec import Format, FormatError, Overflow, Rounding, _number
 
-_OPTIONS = ("qmax", "scale", "scale_round", "mode", "state_scale", "overflow")
+OPTIONS = ("qmax", "scale", "scale_round", "mode", "state_scale", "overflow")
+"""Options of a format, in the grammar's order."""
 _NUMBER = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5})?")
 _DEFAULT_TILE = {"float8_e4m3fn": "block128", "float8_e5m2": "block128"}
 """Scales of elements named bare: the paper's FP8 (one FP32 scale per 128 along dk)."""
@@ -91,8 +92,8 @@ def _split(text: str) -> _Parts:
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or not value:
             raise FormatError(f"format {text!r}: options are written key=value, got {item!r}")
-        if key not in _OPTIONS:
-            raise FormatError(f"format {text!r}: {_unknown('option', key, _OPTIONS)}")
+        if key not in OPTIONS:
+            raise FormatError(f"format {text!r}: {_unknown('option', key, OPTIONS)}")
         if key in options:
             raise FormatError(f"format {text!r}: option {key} is given twice")
         options[key] = value

@@ -1,6 +1,7 @@
 """Listings, the zoo and the self-test from the command line."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,16 @@ def test_formats_are_the_registrys(capsys):
     assert set(listed) == {*FORMATS, *PRESETS}
     assert float(listed["nvfp4"]["bits"]) == pytest.approx(4.5 + 32 / 128**2, rel=1e-5)
     assert all(str(parse_format(n)) == e["format"] for n, e in listed.items())
+
+
+def test_formats_say_how_others_are_written(capsys):
+    main(["ls", "formats"])
+    out = capsys.readouterr().out
+    written = re.findall(
+        r"[a-z0-9]+[@:][a-z0-9_@:=]+[0-9a-z](?:-sr)?", out.split("A name takes")[1]
+    )
+    assert len(written) == 4 and all(parse_format(name) for name in written)
+    assert "int4, int6, int8 and int16" in out
 
 
 def test_models_list_zoo_presets_and_families(capsys):
