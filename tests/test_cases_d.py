@@ -47,13 +47,13 @@ def tokens():
 
 
 @pytest.mark.parametrize("field", ["sha256", "torch", "transformers", "op_implementation", "dtype"])
-def test_d05_two_arms_must_match(model, field):
+def test_D05_two_arms_must_match(model, field):
     refuse_mixed(model.identity, dict(model.identity))
     with pytest.raises(UsageError, match=field):
         refuse_mixed(model.identity, {**model.identity, field: "another"})
 
 
-def test_d05_self_kl_of_equal_runs_is_zero(model, tokens):
+def test_D05_self_kl_of_equal_runs_is_zero(model, tokens):
     first, targets = forced(model, tokens, engine="windowed")
     second, _ = forced(model, tokens, engine="windowed")
     repeat = torch.stack([first[0], second[0]])
@@ -65,7 +65,7 @@ def test_d05_self_kl_of_equal_runs_is_zero(model, tokens):
 
 
 @pytest.mark.parametrize("engine", ["windowed", "stepwise"])
-def test_d08_logits_score_the_next_token_in_full_and_cached_mode(model, tokens, engine):
+def test_D08_logits_score_the_next_token_in_full_and_cached_mode(model, tokens, engine):
     logits, targets = forced(model, tokens, engine=engine)
     # position t has consumed the prompt and t more tokens, and scores the one after them
     assert torch.equal(targets, tokens[:, 12:44])
@@ -84,7 +84,7 @@ def test_d08_logits_score_the_next_token_in_full_and_cached_mode(model, tokens, 
     assert nll.mean() < math.log(VOCAB) + 5
 
 
-def test_d11_last_hidden_state_is_normed_and_the_layers_output_is_not(model, tokens):
+def test_D11_last_hidden_state_is_normed_and_the_layers_output_is_not(model, tokens):
     seen = {}
     inner = model.model.model
     handle = inner.layers[-1].register_forward_hook(

@@ -23,7 +23,7 @@ def make_tokenizer(*, bos: bool, adds_bos: bool):
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **extra)
 
 
-def test_d07_tokenizer_that_adds_a_bos_gives_one():
+def test_D07_tokenizer_that_adds_a_bos_gives_one():
     encoder = encoder_of(make_tokenizer(bos=True, adds_bos=True))
     ids = encoder.encode("abab")
     assert encoder.bos_id == 1
@@ -31,18 +31,18 @@ def test_d07_tokenizer_that_adds_a_bos_gives_one():
     assert np.count_nonzero(ids == 1) == 1
 
 
-def test_d07_spelled_out_bos_in_the_text_is_text():
+def test_D07_spelled_out_bos_in_the_text_is_text():
     # "<s>" in a book is three characters; parsed as a special token it would be a second BOS
     ids = encoder_of(make_tokenizer(bos=True, adds_bos=True)).encode("<s>a")
     assert ids[0] == 1 and np.count_nonzero(ids == 1) == 1
 
 
-def test_d07_tokenizer_with_a_bos_that_it_does_not_add_gets_none():
+def test_D07_tokenizer_with_a_bos_that_it_does_not_add_gets_none():
     encoder = encoder_of(make_tokenizer(bos=True, adds_bos=False))
     assert encoder.bos_id is None and encoder.encode("ab").tolist() == [2, 3]
 
 
-def test_d07_qwen_like_tokenizer_without_bos():
+def test_D07_qwen_like_tokenizer_without_bos():
     encoder = encoder_of(make_tokenizer(bos=False, adds_bos=False))
     assert encoder.bos_id is None and encoder.encode("ab").tolist() == [2, 3]
 
@@ -58,7 +58,7 @@ def test_no_end_token_is_added():
     assert ids.tolist() == [100, 101]
 
 
-def test_d07_exact_ids_are_logged(tmp_path):
+def test_D07_exact_ids_are_logged(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("abcdefgh", "utf-8")
     got = load_streams(

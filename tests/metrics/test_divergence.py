@@ -88,7 +88,7 @@ def test_equal_logits_give_exactly_zero():
     assert (compare(logits, targets).kl == 0).all()
 
 
-def test_d01_one_hot_over_a_large_vocabulary():
+def test_D01_one_hot_over_a_large_vocabulary():
     logits = torch.full((2, 1, 1, 248_320), -30.0)
     logits[..., 0] = 0.0
     assert compare(logits, torch.zeros(1, 1, dtype=torch.int64)).kl.item() == 0.0
@@ -99,7 +99,7 @@ def test_d01_one_hot_over_a_large_vocabulary():
     assert false == pytest.approx(0.353, abs=1e-3)
 
 
-def test_d01_negative_kl_is_a_failure(monkeypatch):
+def test_D01_negative_kl_is_a_failure(monkeypatch):
     monkeypatch.setattr(
         "quantlab.metrics.divergence.kl_divergence", lambda p, q: (p - q).sum(-1) * 0 - 2e-9
     )
@@ -107,7 +107,7 @@ def test_d01_negative_kl_is_a_failure(monkeypatch):
         one([0.0, 0.0], [0.0, 0.0])
 
 
-def test_d02_minus_inf_on_both_sides():
+def test_D02_minus_inf_on_both_sides():
     inf = math.inf
     log = lambda *p: [math.log(x) if x else -inf for x in p]  # noqa: E731
     both = one(log(0.5, 0.5, 0), log(0.5, 0.5, 0))
@@ -126,7 +126,7 @@ def test_d02_minus_inf_on_both_sides():
     assert naive.isnan()
 
 
-def test_d03_logits_of_a_16_bit_model_are_upcast():
+def test_D03_logits_of_a_16_bit_model_are_upcast():
     logits = (torch.randn(1, 1, 4, 1000, generator=torch.Generator().manual_seed(3)) * 8).bfloat16()
     exact = log_softmax(logits.double().numpy(), axis=-1)
     stacked = torch.cat([logits, logits]).float()
@@ -145,12 +145,12 @@ def test_d03_logits_of_a_16_bit_model_are_upcast():
         ([0.5, 0.3, 0.2], [0.6, 0.35, 0.05], 0.139853),
     ],
 )
-def test_d04_full_vocabulary(p, q, expected):
+def test_D04_full_vocabulary(p, q, expected):
     log_p, log_q = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
     assert kl_divergence(log_p, log_q).item() == pytest.approx(expected, abs=5e-7)
 
 
-def test_d08_certain_next_token_and_uniform_logits():
+def test_D08_certain_next_token_and_uniform_logits():
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     # logits at t score token t + 1: a model that knows it has NLL 0, one shifted by one has not
     certain = torch.full((2, 1, 4, 10), -1e4)
@@ -213,12 +213,12 @@ def peak_of_chunks(tokens):
     return (int(x) for x in run.stdout.split())
 
 
-def test_d10_memory_is_bounded_by_a_chunk():
+def test_D10_memory_is_bounded_by_a_chunk():
     peak, chunk_bytes = peak_of_chunks(512)
     assert peak <= 3 * chunk_bytes
 
 
 @pytest.mark.slow
-def test_d10_at_full_length():
+def test_D10_at_full_length():
     peak, chunk_bytes = peak_of_chunks(32_768)
     assert peak <= 3 * chunk_bytes

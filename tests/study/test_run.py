@@ -299,7 +299,7 @@ def test_resume_refuses_another_spec(unbroken, changes, field):
     assert backend.loads == 0
 
 
-def test_d05_resume_refuses_other_weights_and_other_data(tmp_path):
+def test_D05_resume_refuses_other_weights_and_other_data(tmp_path):
     out = tmp_path / "run"
     text = tmp_path / "a.jsonl"
     text.write_text("\n".join(json.dumps({"text": c * 700}) for c in "abc"), "utf-8")
