@@ -1,4 +1,7 @@
-"""Teacher forcing: engines agree, rows are comparable, and a saved run goes on bit for bit."""
+"""Teacher forcing: rows are comparable, and a saved run goes on bit for bit.
+
+That both engines agree is shown in `test_proofs`.
+"""
 
 import pytest
 import torch
@@ -36,22 +39,6 @@ def kl(logits):
     """KL from policy 0, [policies, streams, n], FP64."""
     log = logits.double().log_softmax(-1)
     return (log[0].exp() * (log[0] - log)).sum(-1)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "kimi_linear"])
-def test_windowed_agrees_with_stepwise(family):
-    m = tiny(family)
-    windowed, _ = logits(forcing(m))
-    stepwise, _ = logits(forcing(m, engine="stepwise"))
-    # Same sums in another order: 1e-4 of the largest logit, the bound of case C01, for the FP32
-    # rows. A rounded run decorrelates, so its divergence is compared, not its logits.
-    exact = slice(0, 3)
-    scale = windowed.abs().max()
-    assert (windowed[exact] - stepwise[exact]).abs().max() < 1e-4 * scale
-    late = slice(LAST // 2, None)
-    a, b = kl(windowed)[3, :, late].mean(), kl(stepwise)[3, :, late].mean()
-    assert a > 1e-6
-    assert 0.7 < a / b < 1.4
 
 
 def test_every_row_sees_its_own_stream_and_the_reference_is_its_own_floor():
