@@ -52,8 +52,8 @@ def list_models(as_json: bool) -> None:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    required=True,
-    help="Directory with books-train.txt.xz and books-test/ (data_manifests/).",
+    help="Directory with books-train.txt.xz and books-test/ (data_manifests/); needed where "
+    "the model is trained on books.",
 )
 @click.option(
     "--out",
@@ -72,7 +72,7 @@ def list_models(as_json: bool) -> None:
 @click.option("--resume", is_flag=True, help="Go on with the run in OUT under a further budget.")
 def train(
     name: str,
-    data: Path,
+    data: Path | None,
     out: Path,
     seconds: float | None,
     tokens: int | None,
@@ -80,21 +80,18 @@ def train(
     resume: bool,
 ) -> None:
     """Train NAME by its recipe."""
-    from quantlab.models.zoo import ZOO
+    from quantlab.models.zoo import TRAINABLE
 
-    if name not in ZOO:
-        near = difflib.get_close_matches(name, ZOO, n=1)
+    if name not in TRAINABLE:
+        near = difflib.get_close_matches(name, TRAINABLE, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"no zoo model {name!r}.{hint} Known: {', '.join(ZOO)}")
+        raise UsageError(f"no zoo model {name!r}.{hint} Known: {', '.join(TRAINABLE)}")
     if (seconds is None) == (tokens is None):
         raise UsageError("give the budget as one of --seconds and --tokens")
-    if not data.exists():
-        raise MissingAsset(
-            f"--data {data} does not exist: the books are listed, with sources and hashes, in "
-            "data_manifests/books-train.toml and books-test.toml"
-        )
-    if not data.is_dir():
-        raise UsageError(f"--data {data} is a file; give the directory that holds the books")
+    if TRAINABLE[name].problems is None:
+        _check_books(name, data)
+    elif data is not None:
+        raise UsageError(f"--data: {name} is trained on worked problems, which are made")
     import logging
 
     from quantlab.models.device import check_device_name, parse_device
@@ -109,3 +106,15 @@ def train(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run(name, data=data, out=out, device=device, seconds=seconds, tokens=tokens, resume=resume)
     click.echo(str(out))
+
+
+def _check_books(name: str, data: Path | None) -> None:
+    if data is None:
+        raise UsageError(f"Missing option '--data': {name} is trained on books")
+    if not data.exists():
+        raise MissingAsset(
+            f"--data {data} does not exist: the books are listed, with sources and hashes, in "
+            "data_manifests/books-train.toml and books-test.toml"
+        )
+    if not data.is_dir():
+        raise UsageError(f"--data {data} is a file; give the directory that holds the books")

@@ -3,6 +3,6 @@
 `ZOO[name].path` is the checkpoint's directory. Training is in `quantlab.models.zoo.train`.
 """
 
-from quantlab.models.zoo.recipe import ZOO, ZooModel
+from quantlab.models.zoo.recipe import TRAINABLE, ZOO, ZooModel
 
-__all__ = ["ZOO", "ZooModel"]
+__all__ = ["TRAINABLE", "ZOO", "ZooModel"]

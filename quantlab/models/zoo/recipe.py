@@ -17,7 +17,7 @@ of recurrent state, not for the loss:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -106,6 +106,19 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """Training text made of worked problems (`quantlab.data.tasks`) instead of books.
+
+    Args:
+        books: runs of problems of all tasks, each of its own seed.
+        size: least bytes of one.
+    """
+
+    books: int = 64
+    size: int = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZooModel:
     """One model of the zoo.
 
@@ -116,6 +129,7 @@ class ZooModel:
         config: keyword arguments of that type's configuration.
         half_lives: initial decays.
         training: the recipe's hyper-parameters.
+        problems: worked problems to train on; None for the books.
     """
 
     name: str
@@ -124,6 +138,7 @@ class ZooModel:
     config: Mapping[str, Any]
     half_lives: HalfLives = field(default_factory=HalfLives)
     training: Training
+    problems: Problems | None = None
 
     @property
     def path(self) -> Path:
@@ -211,3 +226,34 @@ TINY_MAMBA2 = ZooModel(
 
 ZOO: Mapping[str, ZooModel] = MappingProxyType({m.name: m for m in (TINY_GDN, TINY_MAMBA2)})
 """The models of the zoo by name."""
+
+END_OF_PROBLEM = 7
+"""Id that ends a worked solution, `quantlab.data.tasks.END_ID` (a test holds them equal)."""
+
+# A problem with its solution is at most 5,000 bytes: the long phases of the books have no use.
+_PROBLEM_PHASES = (
+    Phase(share=0.6, length=4_096, rows=32),
+    Phase(share=0.4, length=8_192, rows=16),
+)
+
+
+def _reasoner(name: str, base: ZooModel) -> ZooModel:
+    return replace(
+        base,
+        name=name,
+        config=MappingProxyType({**base.config, "eos_token_id": END_OF_PROBLEM}),
+        training=replace(base.training, phases=_PROBLEM_PHASES),
+        problems=Problems(),
+    )
+
+
+REASONERS: Mapping[str, ZooModel] = MappingProxyType(
+    {
+        name: _reasoner(name, base)
+        for name, base in (("tiny-reasoner-gdn", TINY_GDN), ("tiny-reasoner-mamba2", TINY_MAMBA2))
+    }
+)
+"""Models that write out solutions of the embedded tasks; no checkpoint of them is shipped yet."""
+
+TRAINABLE: Mapping[str, ZooModel] = MappingProxyType({**ZOO, **REASONERS})
+"""All that the recipe can train, by name."""

@@ -39,7 +39,8 @@ from quantlab.models.zoo.forward import Forward
 from quantlab.models.zoo.initialise import hf_model, initial_weights, save_checkpoint
 from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import Optimiser
-from quantlab.models.zoo.recipe import ZOO, Phase, ZooModel
+from quantlab.models.zoo.problems import problem_corpus
+from quantlab.models.zoo.recipe import TRAINABLE, Phase, ZooModel
 from quantlab.models.zoo.schedule import Budget, phase_at, rate_at
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ COLUMNS = (
 def train(
     name: str,
     *,
-    data: Path,
+    data: Path | None,
     out: Path,
     device: str = "cuda",
     seconds: float | None = None,
@@ -70,8 +71,9 @@ def train(
     """Train a model of the zoo.
 
     Args:
-        name: a key of `ZOO`.
-        data: directory with books-train.txt.xz and books-test/ (see `corpus.load_corpus`).
+        name: a key of `TRAINABLE`.
+        data: directory with books-train.txt.xz and books-test/ (see `corpus.load_corpus`); None
+            for a model of worked problems, which are made.
         out: directory of results, made if missing.
         device: torch device; anything but CUDA is for tests.
         seconds: budget in wall-clock seconds of this call; or
@@ -87,13 +89,21 @@ def train(
         RunError: a damaged file, a file that cannot be written, or a loss that stopped being
             finite.
     """
-    if name not in ZOO:
-        raise UsageError(f"no zoo model {name!r}; known: {', '.join(ZOO)}")
+    if name not in TRAINABLE:
+        raise UsageError(f"no zoo model {name!r}; known: {', '.join(TRAINABLE)}")
+    model = TRAINABLE[name]
     budget = Budget(seconds=seconds, tokens=tokens)
     begun = time.monotonic()
-    corpus = load_corpus(data)
+    if model.problems is not None:
+        if data is not None:
+            raise UsageError(f"{name} is trained on worked problems, which are made: give no data")
+        corpus = problem_corpus(model.problems)
+    elif data is None:
+        raise UsageError(f"{name} is trained on books: give their directory as data")
+    else:
+        corpus = load_corpus(data)
     try:
-        run = Run(ZOO[name], corpus, out, torch.device(device), budget, begun=begun)
+        run = Run(model, corpus, out, torch.device(device), budget, begun=begun)
         if resume:
             run.load(saved_state(out))
         run.loop()
