@@ -26,6 +26,9 @@ SEGMENT_QUANTUM = 64
 # Tokens of all rows in one forward. Larger ones run no faster (two cores: 28 rows x 512 tokens
 # took 33 s, x 1,152 42 s) but hold more activations.
 TOKENS_PER_FORWARD = {"cpu": 16_384, "cuda": 262_144}
+# Tokens of one row in one forward at the most. Progress is told, and a state can be saved, between
+# forwards: with few rows a CPU would otherwise be silent for minutes, and a kill cost all of it.
+SEGMENT_MOST = {"cpu": 1_024, "cuda": 262_144}
 # Live FP32-equivalent activations of one token in one layer, in units of its widest layer input:
 # measured as peak memory of segments of 512 and 1,152 tokens (1.2 and 1.6 GB at 28 rows).
 ACTIVATION_COPIES = 12
@@ -182,7 +185,7 @@ def plan(
     if segment is None:
         kind = "cuda" if device.startswith("cuda") else "cpu"
         room = (budget - rows * row_bytes) // token_bytes
-        per_forward = min(TOKENS_PER_FORWARD[kind], room) // rows
+        per_forward = min(min(TOKENS_PER_FORWARD[kind], room) // rows, SEGMENT_MOST[kind])
         segment = max(1, per_forward // SEGMENT_QUANTUM) * SEGMENT_QUANTUM
     segment = min(segment, tokens)
     live = max(prompt, segment) * token_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantlab.engine import plan
-from quantlab.engine.planner import TOKENS_PER_FORWARD
+from quantlab.engine.planner import SEGMENT_MOST, TOKENS_PER_FORWARD
 from quantlab.errors import UsageError
 from quantlab.replay import parse_policy
 
@@ -50,6 +50,8 @@ def test_segment_is_a_window_boundary():
     p = plan(model(), POLICIES, streams=4, tokens=100_000)
     assert p.segment % 64 == 0
     assert p.rows * p.segment <= TOKENS_PER_FORWARD["cpu"]
+    # Few rows: still short enough that progress is told every few seconds on two cores.
+    assert plan(model(), POLICIES, streams=1, tokens=100_000).segment == SEGMENT_MOST["cpu"]
     assert plan(model(), POLICIES, streams=4, tokens=10).segment == 10
     assert plan(model(), POLICIES, streams=4, tokens=1024, engine="stepwise").segment == 1
 
