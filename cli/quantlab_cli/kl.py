@@ -143,7 +143,7 @@ def kl(
     """  # noqa: D301 - click's mark for lines that stay as they are
     spec = make_spec(**options)
     if dry_run:
-        return _dry_run(spec, as_json=as_json)
+        return show_plan(spec, as_json=as_json)
     from quantlab.study.build import default_directory
     from quantlab.study.run import run_kl
 
@@ -266,7 +266,8 @@ def show(
         )
 
 
-def _dry_run(spec: KlSpec, *, as_json: bool) -> int:
+def show_plan(spec: KlSpec, *, as_json: bool) -> int:
+    """Write what a study would do, and for how long."""
     from quantlab.study.estimate import estimate
 
     found = estimate(spec)

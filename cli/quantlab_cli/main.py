@@ -23,6 +23,7 @@ from quantlab.errors import QuantlabError
 # name → (module with a click command of that name, line of help): help imports none of them.
 COMMANDS = {
     "kl": ("kl", "KL curves of low-precision states against FP32-state decoding."),
+    "ablate": ("ablate", "Change rounding, window or corrections alone, and compare."),
     "report": ("report", "Draw figures and page of a run again, finished or not."),
     "cast": ("cast", "Quantize a tensor and say what it loses."),
     "check": ("check", "Test that a model's recurrence is run right here."),

@@ -129,7 +129,7 @@ def kl_figure(summary: pa.Table, *, title: str, subtitle: str, floor: str | None
     if exact:
         remarks.append(f"{', '.join(exact)}: exactly 0")
     lines = [subtitle, "; ".join(r for r in remarks if r)]
-    return _finish(alt, alt.layer(*layers), title=title, subtitle=[x for x in lines if x])
+    return finish(alt, alt.layer(*layers), title=title, subtitle=[x for x in lines if x])
 
 
 def tail_figure(summary: pa.Table, *, title: str, subtitle: str, floor: str | None) -> Any:
@@ -186,7 +186,7 @@ def tail_figure(summary: pa.Table, *, title: str, subtitle: str, floor: str | No
         tooltip=["policy:N", "quantile:N", alt.Tooltip("kl:Q", format=".3e")],
     )
     height = max(120, 26 * len(order))
-    return _finish(alt, spread + dots, title=title, subtitle=subtitle, height=height)
+    return finish(alt, spread + dots, title=title, subtitle=subtitle, height=height)
 
 
 PALETTE_TAIL = ("#000000", "#0072B2", "#009E73", "#E69F00", "#D55E00")
@@ -274,9 +274,10 @@ def _encodings(alt: Any, ordered: list[Style]) -> dict[str, Any]:
     }
 
 
-def _finish(
+def finish(
     alt: Any, chart: Any, *, title: str, subtitle: str | list[str], height: int = HEIGHT
 ) -> Any:
+    """Give a chart its size, titles and the look that all figures share."""
     return (
         chart.properties(
             width=WIDTH,

@@ -98,8 +98,12 @@ def make_table(summary: pa.Table) -> Table:
 
 
 def plain_table(summary: pa.Table) -> str:
-    """Text of the table: columns aligned, no colour."""
-    table = make_table(summary)
+    """Text of the table of a summary: columns aligned, no colour."""
+    return plain(make_table(summary))
+
+
+def plain(table: Table) -> str:
+    """Text of a table: columns aligned, no colour, its note beneath."""
     cells = [table.header, *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
     lines = []
@@ -135,8 +139,12 @@ def _percent(x: float) -> str:
 
 
 def markdown_table(summary: pa.Table) -> str:
-    """Lay the table out in Markdown, for reports that are committed."""
-    table = make_table(summary)
+    """Lay the table of a summary out in Markdown, for reports that are committed."""
+    return markdown(make_table(summary))
+
+
+def markdown(table: Table) -> str:
+    """Lay a table out in Markdown, its note beneath."""
     lines = [" | ".join(table.header), " | ".join(["---", *["---:"] * (len(table.header) - 1)])]
     lines += [" | ".join(row) for row in table.rows]
     return "\n".join([*(f"| {line} |" for line in lines), "", table.note])
