@@ -15,7 +15,7 @@ from torch import Tensor
 from quantlab.errors import RunError
 
 # KL is non-negative; FP64 over 250,000 terms can leave about -1e-12. Anything below this is a bug
-# or a broken input, and is reported instead of clamped. Source: CASES D01.
+# or a broken input, and is reported instead of clamped. See case D01 in tests/CASES.md.
 MOST_NEGATIVE_KL = -1e-9
 # |log(q / p)| below which q − p is taken as p · expm1: beyond it, q − p loses two bits at most.
 NEAR = 0.5

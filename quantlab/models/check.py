@@ -26,7 +26,7 @@ ROWS = 2
 PREFILL = 66  # more than one chunk of the delta rules' chunked forms (64)
 STEP_SIZES = (1, 3, 7)
 STEPS_EACH = 2
-# Agreement of prefill + steps with the full forward, of the largest logit (DESIGN, proof 3).
+# Agreement of prefill + steps with the full forward, of the largest logit.
 HISTORY_BOUND = 1e-4
 # A lost history must move the logits by this many bounds, or the check could not see it.
 POWER = 4.0

@@ -1,6 +1,6 @@
 """One window of n steps behind a checkpoint, without materialising the states between.
 
-Two forms of the same algebra (`papers/replayssm.md`, Eq. 4–11; here rows are steps):
+Two forms of the same algebra (arXiv 2610.13778, Eq. 4–11; here rows are steps):
 
 - `affine_window`: nothing is rounded inside the window, so outputs, corrections and the final
   state are affine in the checkpoint S. All that does not depend on S is formed beforehand, for

@@ -8,7 +8,7 @@ use the record, and the L-th token of a window is folded at once and never recor
   16-bit, else FP32; β and the decays in FP32, as they are given.
 
 With FP32 activations records are FP32: BF16 records would set a floor above FP16-SR's own effect.
-Source: `papers/replayssm.md`, algorithms 1, 2 and 5.
+Source: arXiv 2610.13778, algorithms 1, 2 and 5.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The windowed scan: decoding's rounding at prefill's speed.
 
 Under teacher forcing all tokens of a segment are known. The scan walks them window by window and
-rounds exactly where decoding would (`papers/replayssm.md`, algorithms 1, 2, 4, 5, and their
+rounds exactly where decoding would (arXiv 2610.13778, algorithms 1, 2, 4, 5, and their
 re-derivation for two copies); `stepwise` is its oracle.
 
 Rounding points: the post-prefill state and every flushed state, into each stored copy from the

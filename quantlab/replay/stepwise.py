@@ -1,6 +1,6 @@
 """The stepwise cache: decoding one token at a time with a real buffer, the scan's oracle.
 
-Written from the algorithms (`papers/replayssm.md`, 1, 2, 4 and 5) and from nothing of the windowed
+Written from the algorithms (arXiv 2610.13778, 1, 2, 4 and 5) and from nothing of the windowed
 scan: every step materialises S = Replay(checkpoint, buffer), takes the textbook step on it, and
 appends a record; the step that fills the window replays the recurrence copy instead and stores.
 """

@@ -1,4 +1,4 @@
-"""CASES D07: at most one BOS, none without a BOS token, exact ids."""
+"""Case D07: at most one BOS, none without a BOS token, exact ids."""
 
 import numpy as np
 import pytest

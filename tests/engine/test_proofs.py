@@ -1,4 +1,4 @@
-"""DESIGN's proofs inside models: both shipped checkpoints and tiny ones of every adapted family.
+"""What must be proven, inside models: both shipped checkpoints, tiny ones of every family.
 
 The proofs for fixed op inputs are in tests/replay, per operation; here the inputs are a model's.
 """
@@ -105,7 +105,7 @@ def test_proof_1_windowed_is_stepwise_is_textbook_on_the_zoos_own_inputs(
 
 
 def test_proof_1_engines_agree(model: LoadedModel) -> None:
-    """FP32 rows to C01's bound; of a rounded run, which may decorrelate, the divergence."""
+    """FP32 rows to the bound of case C01; of a rounded run, its divergence."""
     policies = ["conventional:fp32", "shared:fp32", "shared:nvfp4-sr"]
     last = 48 if model.vocab_size != tiny.VOCAB else 150
     windowed = logits(forcing(model, policies, prompt=13, last=last))

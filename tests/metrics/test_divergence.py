@@ -1,4 +1,4 @@
-"""KL, NLL and top-1 against scipy in FP64; CASES D01-D04, D08, D10."""
+"""KL, NLL and top-1 against scipy in FP64; cases D01-D04, D08, D10."""
 
 import math
 import subprocess
