@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,12 @@ def _shown(value: float | int | str) -> str:
 
 
 def write_encoded(encoded: Encoded, out: Path, *, shape: tuple[int, ...]) -> None:
-    """Write codes and scales.
+    """Write codes, 4-bit ones two to a byte along dk with the first in the low nibble, and scales.
+
+    Args:
+        encoded: the stored state.
+        out: the file. Its metadata say format, shape and codes in an item of `codes`.
+        shape: of the tensor.
 
     Raises:
         RunError: if the file cannot be written.
@@ -162,12 +168,22 @@ def write_encoded(encoded: Encoded, out: Path, *, shape: tuple[int, ...]) -> Non
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors: dict[str, Any] = {"codes": encoded.codes.reshape(shape).contiguous()}
+    from quantlab.formats.codes import pack_nibbles
+
+    codes, per_item = encoded.codes.reshape(shape), 1
+    if encoded.fmt.element.bits == 4:
+        codes, per_item = pack_nibbles(codes), 2
+    tensors: dict[str, Any] = {"codes": codes.contiguous()}
     if encoded.scales is not None:
         tensors["scales"] = encoded.scales.contiguous()
     if encoded.state_scale is not None:
         tensors["state_scale"] = encoded.state_scale.contiguous()
+    metadata = {
+        "format": str(encoded.fmt),
+        "shape": json.dumps(list(shape)),
+        "codes_per_item": str(per_item),
+    }
     try:
-        save_file(tensors, out, metadata={"format": str(encoded.fmt)})
+        save_file(tensors, out, metadata=metadata)
     except (OSError, SafetensorError) as error:
         raise RunError(f"--out {out} cannot be written: {error}") from error

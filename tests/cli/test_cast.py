@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantlab.formats import parse_format
+from quantlab.formats import encode, parse_format
+from quantlab.formats.codes import unpack_nibbles
 from quantlab_cli.main import main
 
 
@@ -65,14 +66,24 @@ def test_table_on_stdout(state, capsys):
     assert "SQNR dB" in out and "float4_e2m1fn@block16" in out and "bits per element" in out
 
 
-def test_out_holds_codes_scales_and_the_format(state, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["nvfp4", "int4@key", "int8@row", "fp16"])
+def test_out_holds_codes_scales_and_the_format(name, state, tmp_path, capsys):
+    path, x = state
     out = tmp_path / "codes.safetensors"
-    assert main(["cast", str(state[0]), "-f", "nvfp4", "-o", str(out)]) == 0
+    assert main(["cast", str(path), "-f", name, "-o", str(out)]) == 0
     tensors = load_file(out)
-    assert set(tensors) == {"codes", "scales", "state_scale"}
-    assert tensors["codes"].shape == (2, 16, 128) and tensors["codes"].dtype == torch.uint8
     with safe_open(out, framework="pt") as file:
-        assert parse_format(file.metadata()["format"]) == parse_format("nvfp4")
+        metadata = file.metadata()
+    fmt = parse_format(metadata["format"])
+    assert fmt == parse_format(name) and json.loads(metadata["shape"]) == list(x.shape)
+    encoded = encode(torch.from_numpy(x), fmt)
+    codes = tensors["codes"]
+    if metadata["codes_per_item"] == "2":
+        codes = unpack_nibbles(codes, 128, signed=name.startswith("int"))
+    assert torch.equal(codes, encoded.codes)
+    # What is written takes the bits that are reported: every state of a file is the same size.
+    written = sum(t.nbytes for t in tensors.values())
+    assert 8 * written == float(fmt.bits_per_element(16, 128)) * x.size
 
 
 def test_safetensors_key(tmp_path, capsys):
