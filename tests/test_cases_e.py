@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from quantlab.data.benchmarks.extraction import Thinking, final_text, last_box
 from quantlab.metrics.accuracy import accuracy, clustered
 from quantlab.metrics.paired import change
 
@@ -18,6 +19,33 @@ def test_E01_truncated_answers_are_a_class_of_their_own():
     assert found.finished_only.mean == 1.00
     assert found.truncated.mean == pytest.approx(0.40)
     assert found.as_graded.mean == pytest.approx(0.70)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_E02_unfinished_reasoning_has_no_answer(opened):
+    """Cut at the limit before the closing tag: 42 on the way is not the answer 42."""
+    thinking = Thinking(open="<think>", close="</think>", opened=opened)
+    output = "so \\boxed{42} maybe" if opened else "<think> so \\boxed{42} maybe"
+    assert final_text(output, thinking) is None
+    finished = final_text(output + "</think> it is \\boxed{42}", thinking)
+    assert finished is not None and last_box(finished) == "42"
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"\boxed{2} wait \boxed{3}", "3"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{840} and again \boxed{840}", "840"),
+        (r"\boxed{12", None),
+        (r"\boxed{7} then \boxed{12", "7"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \} b}", r"a \} b"),
+        ("no box", None),
+    ],
+)
+def test_E04_last_complete_balanced_box(text, answer):
+    assert last_box(text) == answer
 
 
 def test_E07_paired_test_and_an_honest_verdict():

@@ -99,7 +99,7 @@ def _packaged(manifest: Manifest) -> Iterator[Document]:
 
 def _hub(manifest: Manifest) -> Iterator[Document]:
     hub = manifest.hub
-    path = _download(hub["repository"], hub["revision"], hub["file"])
+    path = download(hub["repository"], hub["revision"], hub["file"])
     import datasets
 
     table = datasets.load_dataset(
@@ -112,8 +112,20 @@ def _hub(manifest: Manifest) -> Iterator[Document]:
         )
 
 
-def _download(repository: str, revision: str, file: str) -> Path:
+def download(
+    repository: str,
+    revision: str,
+    file: str,
+    *,
+    otherwise: str = "or give --data a local .txt or .jsonl",
+) -> Path:
     """Path of a hub data set's file in the cache, where a pinned one is found without a request.
+
+    Args:
+        repository: of the data set.
+        revision: commit, or a branch.
+        file: path in the repository.
+        otherwise: what else can be done where it is not to be had.
 
     Raises:
         MissingAsset: if it is neither there nor to be had.
@@ -137,8 +149,8 @@ def _download(repository: str, revision: str, file: str) -> Path:
         raise MissingAsset(
             f"the data set {repository} at revision {revision} ({file}) is neither in the hub "
             f"cache ({constants.HF_HUB_CACHE}) nor reachable. Where the network is: hf download "
-            f"{repository} {file} --repo-type dataset --revision {revision}; or give --data a "
-            f"local .txt or .jsonl ({type(error).__name__}: {_first_line(error)})"
+            f"{repository} {file} --repo-type dataset --revision {revision}; {otherwise} "
+            f"({type(error).__name__}: {_first_line(error)})"
         ) from error
 
 

@@ -1,0 +1,1 @@
+"""Public benchmarks: manifests, questions, answers out of outputs, and grading."""
