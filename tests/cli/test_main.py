@@ -16,10 +16,10 @@ from quantlab_cli.main import COMMANDS, cli, main
 ROOT = Path(__file__).parents[2]
 HELP = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()  # not the clock: the tests may share their cores
 from quantlab_cli.main import main
 code = main(sys.argv[1:])
-print(time.perf_counter() - start, code, sorted({"torch", "transformers", "triton", "numpy",
+print(time.process_time() - start, code, sorted({"torch", "transformers", "triton", "numpy",
       "pyarrow", "altair"} & set(sys.modules)))
 """
 
