@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantlab.study.spec import DEFAULT_PROMPT, DTYPES
+from quantlab_cli.options import DRY_RUN, RUN, STUDY, with_options
 from quantlab_cli.progress import Reporter
 from quantlab_cli.types import SIZE, echo_json
 
@@ -17,44 +17,6 @@ if TYPE_CHECKING:
     from quantlab.study.ablate import Ablation, Kind
 
 FAILED_CELLS = 3
-F = TypeVar("F", bound=Callable[..., Any])
-
-_STUDY = (
-    click.option("--model", "-M", required=True, help="Zoo name, preset, directory or hub id."),
-    click.option(
-        "--tokens",
-        "-N",
-        type=SIZE,
-        default=1024,
-        show_default=True,
-        help="Positions to measure to.",
-    ),
-    click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
-    click.option("--data", help="books, pg19, or a .txt, .jsonl or folder.  [default: by model]"),
-    click.option("--prompt", type=SIZE, default=DEFAULT_PROMPT, show_default=True),
-    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
-    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations."),
-    click.option("--batch-rows", type=SIZE, help="Rows in a batch.  [default: what memory allows]"),
-    click.option("--segment", type=SIZE, help="Tokens of a row in one forward."),
-)
-_RUN = (
-    click.option("--out", "-o", type=click.Path(path_type=Path), help="Run directory."),
-    click.option("--resume", is_flag=True, help="Go on with the run in the directory, if any."),
-    click.option("--figures/--no-figures", default=True, help="Draw the figure at the end."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON document as last line."),
-    click.option("--markdown", is_flag=True, help="The tables in Markdown."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress."),
-)
-
-
-def _with(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -84,7 +46,7 @@ def ablate() -> None:
 
 
 @ablate.command()
-@_with(_STUDY)
+@with_options(STUDY)
 @click.option(
     "--format",
     "formats",
@@ -100,7 +62,8 @@ def ablate() -> None:
     help="Of the stochastic rounding; two or more split its KL into bias and spread.",
 )
 @click.option("--window", "-L", type=SIZE, default=16, show_default=True, help="Steps per store.")
-@_with(_RUN)
+@with_options(DRY_RUN)
+@with_options(RUN)
 def rounding(formats: tuple[str, ...], **options: Any) -> int:
     """Round a shared copy to nearest or stochastically, under several seeds.
 
@@ -113,7 +76,7 @@ def rounding(formats: tuple[str, ...], **options: Any) -> int:
 
 
 @ablate.command()
-@_with(_STUDY)
+@with_options(STUDY)
 @click.option(
     "--policy",
     "policies",
@@ -131,7 +94,8 @@ def rounding(formats: tuple[str, ...], **options: Any) -> int:
 @click.option(
     "--seeds", type=Numbers(), default="0", show_default=True, help="Of the stochastic rounding."
 )
-@_with(_RUN)
+@with_options(DRY_RUN)
+@with_options(RUN)
 def window(policies: tuple[str, ...], **options: Any) -> int:
     """Store every L tokens: KL against the number of stores, measured and predicted.
 
@@ -144,7 +108,7 @@ def window(policies: tuple[str, ...], **options: Any) -> int:
 
 
 @ablate.command()
-@_with(_STUDY)
+@with_options(STUDY)
 @click.option(
     "--policy",
     "policies",
@@ -153,7 +117,8 @@ def window(policies: tuple[str, ...], **options: Any) -> int:
     help="Repeatable.  [default: five, with FP32 and BF16 records]",
 )
 @click.option("--window", "-L", type=SIZE, default=16, show_default=True, help="Steps per store.")
-@_with(_RUN)
+@with_options(DRY_RUN)
+@with_options(RUN)
 def correction(policies: tuple[str, ...], **options: Any) -> int:
     """Fold a delta rule's cached corrections at a flush, or derive them again.
 

@@ -62,7 +62,8 @@ class TeacherForcing:
         segment: tokens of a row in one forward.
         seed: 64-bit seed of the stochastic rounding.
         engine: "windowed" or "stepwise".
-        scan: scan class instead of the one `quantlab.dispatch` names for the device, by seed.
+        scan: constructor of scans instead of that of the class `quantlab.dispatch` names for the
+            device, by seed.
 
     Raises:
         ValueError: if a position lies outside 1..N or the tokens are too few.
@@ -80,7 +81,7 @@ class TeacherForcing:
         segment: int,
         seed: int,
         engine: Engine = "windowed",
-        scan: type[Any] | None = None,
+        scan: Callable[..., Any] | None = None,
     ) -> None:
         """Validate, and set up one scan per recurrent layer; nothing is computed yet."""
         if not positions or min(positions) < 1:

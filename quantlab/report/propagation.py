@@ -1,0 +1,206 @@
+"""Tables and figures of a watched run, from its tables alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from quantlab.report.ablation_figure import log_ticks
+from quantlab.report.figure import finish
+from quantlab.report.page import render
+from quantlab.report.style import PALETTE
+from quantlab.report.table import Table, number, short_length, short_policy
+
+if TYPE_CHECKING:
+    from quantlab.study.propagate import Propagation
+
+Row = dict[str, Any]
+
+
+def propagation_tables(summary: pa.Table) -> list[Table]:
+    """Lay out a summary (`PROPAGATION_SCHEMA`) as three tables."""
+    rows: list[Row] = summary.to_pylist()
+    return [
+        _columns(
+            rows,
+            {
+                "state": "relative",
+                "output": "output_relative",
+                "÷ by reference": "reference_ratio",
+                "Spearman": "spearman",
+                "of relative": "spearman_relative",
+                "quarter": "quarter_share",
+                "its relative": "quarter_share_relative",
+                "NLL first": "excess_nll_first",
+                "NLL last": "excess_nll_last",
+            },
+            "state, output: mean square error over mean square, median head. ÷ by reference: "
+            "deviation from the reference run over deviation from the exact recurrence on the "
+            "run's own inputs. Spearman of half-life with accumulated error, and with error "
+            "relative to the state; quarter: share of it in the longest-lived quarter of units. "
+            "NLL: excess over the first and last 256 positions, nats",
+        ),
+        _columns(
+            rows,
+            {
+                "bias²": "bias_share",
+                "÷ independent": "independent_ratio",
+                "÷ with bias": "predicted_ratio",
+                "÷ contracted": "contracted_ratio",
+                "above": "heads_above_bound",
+                "÷ closed form": "closed_form_ratio",
+                "oracle": "oracle_ratio",
+            },
+            "bias²: share of a write's mean square error that is an element's mean, median head. "
+            "Measured deviation over what independent errors come to under the run's own gates, "
+            "with the bias added, and with a delta rule's contraction under isotropic keys; "
+            "above: share of heads over the first; closed form: σ²/(1 − α^{2L}) of the mean gate, "
+            "median head. oracle: output error of one injection without the delta rule's feedback "
+            "over with it",
+        ),
+        _columns(
+            rows,
+            {
+                "keys": "key_ratio",
+                "values": "value_ratio",
+                "clipped": "clipped",
+                "flushed": "flushed",
+                "subnormal": "subnormal",
+            },
+            "largest over median RMS of the state's key channels and value rows, median head; "
+            "shares of elements that a store clips, flushes to zero, or keeps as a subnormal",
+        ),
+    ]
+
+
+def _columns(rows: list[Row], columns: dict[str, str], note: str) -> Table:
+    return Table(
+        header=("policy", *columns),
+        rows=tuple(
+            (short_policy(r["policy"]), *(number(r[name]) for name in columns.values()))
+            for r in rows
+        ),
+        note=note,
+    )
+
+
+def write_propagation(result: Propagation) -> list[Path]:
+    """Write heads and drift as PNG and SVG into the run's directory.
+
+    Raises:
+        RunError: if the disk is full.
+    """
+    from quantlab.study.store import RunDirectory
+
+    spec = result.spec
+    names = {str(p): p.short for p in spec.policies}
+    streams = result.summary["streams"][0].as_py()
+    subtitle = (
+        f"{streams} stream{'s' * (streams != 1)} of {Path(spec.data).name}, N = "
+        f"{short_length(spec.tokens)}, observed every {result.every} tokens"
+    )
+    figures = {
+        "heads": heads_figure(
+            result.tables["heads"],
+            names,
+            title=f"{spec.model}: slow heads accumulate error",
+            subtitle=subtitle,
+        ),
+        "drift": drift_figure(
+            result.tables["rows"],
+            names,
+            title=f"{spec.model}: drift of stored states",
+            subtitle=subtitle,
+        ),
+    }
+    directory, written = RunDirectory(result.path), []
+    for name, chart in figures.items():
+        png, svg = render(chart)
+        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
+            path = result.path / f"{name}{suffix}"
+            directory.write(path, data)
+            written.append(path)
+    return written
+
+
+def heads_figure(heads: pa.Table, names: dict[str, str], *, title: str, subtitle: str) -> Any:
+    """Draw accumulated relative error of every head against its half-life, log-log.
+
+    Args:
+        heads: of `HEAD_SCHEMA`.
+        names: legend names by long form; others (the reference) are left out.
+        title: what was measured.
+        subtitle: on what.
+    """
+    import altair as alt
+
+    points = [
+        {
+            "policy": names[r["policy"]],
+            "x": r["half_life"],
+            "y": r["relative"],
+            "head": f"layer {r['layer']}, head {r['head']}",
+        }
+        for r in heads.to_pylist()
+        if r["policy"] in names and _drawable(r["half_life"]) and _drawable(r["relative"])
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=points))
+        .mark_point(filled=True, size=36, opacity=0.8)
+        .encode(
+            x=_axis(alt, "X", points, "x", "half-life of the head's mean gate, tokens"),
+            y=_axis(alt, "Y", points, "y", "mean square error ÷ mean square of the state"),
+            color=_colour(alt, list(names.values())),
+            tooltip=["policy:N", "head:N", "x:Q", alt.Tooltip("y:Q", format=".3g")],
+        )
+    )
+    return finish(alt, chart, title=title, subtitle=subtitle)
+
+
+def drift_figure(series: pa.Table, names: dict[str, str], *, title: str, subtitle: str) -> Any:
+    """Draw the mean over heads and streams of the relative squared deviation against position."""
+    import altair as alt
+
+    policies = np.asarray(series["policy"].to_pylist(), dtype=object)
+    positions = series["position"].to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = series["deviation"].to_numpy() / series["state"].to_numpy()
+    points = []
+    for policy, name in names.items():
+        for position in np.unique(positions):
+            here = relative[(policies == policy) & (positions == position)]
+            value = float(here.mean())
+            if _drawable(value):
+                points.append({"policy": name, "x": int(position), "y": value})
+    chart = (
+        alt.Chart(alt.Data(values=points))
+        .mark_line(strokeWidth=1.8)
+        .encode(
+            x=_axis(alt, "X", points, "x", "tokens generated after the prompt"),
+            y=_axis(alt, "Y", points, "y", "mean square error ÷ mean square of the state"),
+            color=_colour(alt, list(names.values())),
+        )
+    )
+    return finish(alt, chart, title=title, subtitle=subtitle)
+
+
+def _axis(alt: Any, channel: str, points: list[Row], name: str, title: str) -> Any:
+    ticks = log_ticks([p[name] for p in points])
+    scale = alt.Scale(type="log", domain=[ticks[0], ticks[-1]], nice=False)
+    axis = alt.Axis(values=ticks, format="~g")
+    return getattr(alt, channel)(f"{name}:Q", title=title, scale=scale, axis=axis)
+
+
+def _colour(alt: Any, names: list[str]) -> Any:
+    colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
+    scale = alt.Scale(domain=names, range=colours)
+    legend = alt.Legend(labelLimit=300, symbolOpacity=1)
+    return alt.Color("policy:N", title="policy", sort=names, scale=scale, legend=legend)
+
+
+def _drawable(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
