@@ -4,15 +4,86 @@ key = the 64-bit seed; counter = (element // 4, flush, stream, layer + 2**24 * c
 takes word ``element % 4``, element being the row-major index in (head, dv, dk). When dk is a
 multiple of four, neighbours along dk share one call: a tile costs a quarter of its elements.
 
-Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
-Traps: an int64 counter silently turns `tl.philox` into Philox-4x64, and a scalar counter at or
-above 2**31 does not compile; all four are uint32 tensors here.
+The generator is written out, since `tl.philox` forms the halves of a product by two instructions
+where one 32 x 32 -> 64 bit product does; its draws are the same (tests/kernels/test_draws.py).
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3; constants of
+Random123's philox.h.
 """
 
 import triton
 import triton.language as tl
 
 COPY_STRIDE = tl.constexpr(1 << 24)  # counter word 3 = layer + COPY_STRIDE * copy
+ROUNDS = tl.constexpr(10)
+MULTIPLIER_0 = tl.constexpr(0xD2511F53)
+MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
+WEYL_0 = tl.constexpr(0x9E3779B9)
+WEYL_1 = tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Map counters to words by Philox-4x32-10.
+
+    Args:
+        seed: int64 scalar, the bit pattern of the 64-bit key.
+        c0: uint32 tensor, as all counter words.
+        c1: second word.
+        c2: third word.
+        c3: fourth word.
+
+    Returns:
+        Four uint32 tensors.
+    """
+    key = seed.to(tl.int64).to(tl.uint64, bitcast=True)
+    k0 = key.to(tl.uint32)
+    k1 = (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        a = c0.to(tl.uint64) * MULTIPLIER_0
+        b = c2.to(tl.uint64) * MULTIPLIER_1
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+        k0 = (k0 + WEYL_0).to(tl.uint32)
+        k1 = (k1 + WEYL_1).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def quad_words(seed, layer_copy, stream, flush, quad):
+    """Draw the words of four elements at a time.
+
+    Args:
+        seed: see `tile_words`, as all scalars.
+        layer_copy: layer + 2**24 * copy.
+        stream: global stream id.
+        flush: flush index.
+        quad: integer tensor, element // 4.
+
+    Returns:
+        uint32 with two more axes of 2, in the order of the elements.
+    """
+    c0 = quad.to(tl.uint32)
+    c1 = tl.full(c0.shape, flush, tl.uint32)
+    c2 = tl.full(c0.shape, stream, tl.uint32)
+    c3 = tl.full(c0.shape, layer_copy, tl.uint32)
+    w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
+    # join appends the fastest axis: [.., i, j], (i, j) = 00, 01, 10, 11 for words 0, 1, 2, 3
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def single_words(seed, layer_copy, stream, flush, element):
+    """Draw the word of each element by itself: four times the work. Arguments as `quad_words`."""
+    c0 = (element // 4).to(tl.uint32)
+    c1 = tl.full(c0.shape, flush, tl.uint32)
+    c2 = tl.full(c0.shape, stream, tl.uint32)
+    c3 = tl.full(c0.shape, layer_copy, tl.uint32)
+    w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
+    word = element % 4
+    return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
 
 
 @triton.jit
@@ -43,25 +114,10 @@ def tile_words(
     Returns:
         [BLOCK_V, BLOCK_K] uint32; words beyond dv or dk are of no meaning.
     """
+    row = tl.arange(0, BLOCK_V)[:, None]
     if QUADS:
-        row = tl.arange(0, BLOCK_V)[:, None]
-        quad = tl.arange(0, BLOCK_K // 4)[None, :]
-        c0 = (first_element // 4 + row * (dk // 4) + quad).to(tl.uint32)
-        c1 = tl.full(c0.shape, flush, tl.uint32)
-        c2 = tl.full(c0.shape, stream, tl.uint32)
-        c3 = tl.full(c0.shape, layer_copy, tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
-        # join appends the fastest axis: [.., i, j], (i, j) = 00, 01, 10, 11 for words 0, 1, 2, 3
-        pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-        return tl.reshape(pairs, [BLOCK_V, BLOCK_K])
+        quad = first_element // 4 + row * (dk // 4) + tl.arange(0, BLOCK_K // 4)[None, :]
+        return tl.reshape(quad_words(seed, layer_copy, stream, flush, quad), [BLOCK_V, BLOCK_K])
     else:
-        row = tl.arange(0, BLOCK_V)[:, None]
-        col = tl.arange(0, BLOCK_K)[None, :]
-        element = first_element + row * dk + col
-        c0 = (element // 4).to(tl.uint32)
-        c1 = tl.full(c0.shape, flush, tl.uint32)
-        c2 = tl.full(c0.shape, stream, tl.uint32)
-        c3 = tl.full(c0.shape, layer_copy, tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
-        word = element % 4
-        return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        element = first_element + row * dk + tl.arange(0, BLOCK_K)[None, :]
+        return single_words(seed, layer_copy, stream, flush, element)

@@ -1,18 +1,25 @@
 """Rounding of one FP32 value to a narrow element, to nearest even or stochastically.
 
-Values stay FP32: the result is the element's value. Everything is exact FP32 or integer arithmetic,
-so it gives the same bits on the GPU and under the interpreter, whose own BF16 and E4M3 casts are
-wrong. It relies on IEEE addition without reassociation and on `enable_fp_fusion=False` at launch.
+Values stay FP32: the result is the element's value. Everything is exact FP32 or integer arithmetic
+(and the cast to FP16), so it gives the same bits on the GPU and under the interpreter, whose own
+BF16 and E4M3 casts are wrong. It relies on IEEE addition without reassociation and on
+`enable_fp_fusion=False` at launch.
 
-`round_magnitude` rounds |y| to a multiple of the quantum q = 2**(max(e, EMIN) - MAN), e the binary
-exponent of y, by adding and subtracting 2**23 quanta: the sum lies in [2**23, 2**24) quanta, where
-FP32 keeps whole quanta and rounds half to even. Normal, subnormal and first-gap ranges are one
-case.
+`round_size` rounds m = |y| to a multiple of the quantum q = 2**(max(e, EMIN) - MAN), e the
+binary exponent of y, by adding and subtracting 2**23 quanta: the sum lies in [2**23, 2**24) quanta,
+where FP32 keeps whole quanta and rounds half to even. Normal, subnormal and first-gap ranges are
+one case.
 
 Stochastic: y goes up, towards +infinity, when the draw is below floor(f * 2**32), f its position
-between its neighbours. With g = f of the magnitude, exact in FP32 as g * 2**32, a positive y grows
-when draw < floor(g * 2**32); a negative one, for which up is inwards, when
-draw >= 2**32 - ceil(g * 2**32), that is when the complement of the draw is below ceil(g * 2**32).
+between its neighbours. Seen from the nearest multiple n of |y| and the rest r = |y| - n, exact in
+FP32 and at most half a quantum: the other neighbour is taken when draw < g for r > 0 and when
+the draw's complement is below g for r < 0, with g = |r| / q * 2**32, at most 2**31. For negative y,
+up is inwards, so the complement is taken once more and g is rounded up instead of down; g has a
+fraction only where |y| < q / 2**9, with n = 0.
+
+On Hopper a multiprocessor does 128 FP32 additions or products a clock but 64 integer operations,
+comparisons or selections and 16 conversions, so powers of two are formed by products: stochastic
+rounding takes some 9 integer operations, 2 conversions and 7 FP32 ones a value.
 
 Reference: quantlab.formats.rounding.
 """
@@ -22,6 +29,7 @@ import triton.language as tl
 
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INF_BITS = tl.constexpr(0x7F800000)
+SIGN_BIT = tl.constexpr(-0x80000000)
 # Source: IEEE 754-2019; OCP 8-bit
 # floating point specification 1.0 (E4M3); OCP microscaling formats 1.0 (E2M1).
 E4M3_MAX = tl.constexpr(448.0)
@@ -39,54 +47,69 @@ def abs_bits(x):
 
 
 @triton.jit
+def largest_size(a, b):
+    """Take the larger of |a| and |b|, NaN if one is."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def with_sign_of(magnitude, x):
     """Give a non-negative magnitude the sign bit of x (so that -0 stays -0)."""
-    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    sign = x.to(tl.int32, bitcast=True) & SIGN_BIT
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def round_magnitude(y, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr):
-    """Round |y| to MAN explicit bits with least exponent EMIN, as y itself would be rounded.
+def round_size(m, x, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr):
+    """Round m = |y| to MAN explicit bits with least exponent EMIN, as y itself would be rounded.
 
     Args:
-        y: FP32, |y| < 2**(104 + MAN) and finite.
-        words: uint32 of y's shape; not looked at unless SR.
+        m: FP32, 0 <= m < 2**(104 + MAN).
+        x: FP32 of m's shape with the sign of y; not looked at unless SR.
+        words: uint32 of m's shape; likewise.
         MAN: explicit significand bits; MAN = EMIN gives whole numbers below 2**(MAN + 1).
         EMIN: exponent of the least normal value.
         SR: stochastic, not to nearest even.
 
     Returns:
-        FP32 of y's shape, the rounded magnitude.
+        FP32 of m's shape, the rounded magnitude.
     """
-    m = tl.abs(y)
     exponent = tl.maximum(m.to(tl.int32, bitcast=True) & INF_BITS, (EMIN + 127) << 23)
-    magic = (exponent + ((23 - MAN) << 23)).to(tl.float32, bitcast=True)
+    binade = exponent.to(tl.float32, bitcast=True)  # 2**max(e, EMIN)
+    magic = binade * (1 << (23 - MAN))
     nearest = (m + magic) - magic
     if SR:
-        quantum = (exponent - (MAN << 23)).to(tl.float32, bitcast=True)
-        lower = nearest - tl.where(nearest > m, quantum, 0.0)
+        rest = m - nearest
         # 2**32 / quantum: its exponent field is 254 + 32 less the quantum's (in steps, for int32)
         field = ((MAN + 159) << 23) - exponent + (127 << 23)
-        per_quantum = field.to(tl.float32, bitcast=True)
-        position = (m - lower) * per_quantum
-        negative = y < 0.0
-        threshold = tl.where(negative, tl.ceil(position), position).to(tl.uint32)
-        draw = tl.where(negative, words ^ 0xFFFFFFFF, words)
-        return lower + tl.where(draw < threshold, quantum, 0.0)
+        position = rest * field.to(tl.float32, bitcast=True)
+        # negative where the complement is due; its floor is then larger in magnitude, as it must be
+        # where it has a fraction (rest > 0, so y < 0)
+        turned = position.to(tl.int32, bitcast=True) ^ (x.to(tl.int32, bitcast=True) & SIGN_BIT)
+        threshold = tl.abs(tl.floor(turned.to(tl.float32, bitcast=True))).to(tl.uint32)
+        draw = words ^ (turned >> 31).to(tl.uint32, bitcast=True)
+        step = with_sign_of(binade * (1.0 / (1 << MAN)), rest)
+        return nearest + tl.where(draw < threshold, step, 0.0)
     else:
         return nearest
 
 
 @triton.jit
+def round_magnitude(y, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr):
+    """Round |y| as y would be rounded: see `round_size`."""
+    return round_size(tl.abs(y), y, words, MAN, EMIN, SR)
+
+
+@triton.jit
 def round_fp16(x, words, SR: tl.constexpr):
     """Round to FP16: inf from 65520 (below it, never), NaN kept."""
-    magnitude = tl.abs(x)
-    inside = magnitude < FP16_TO_INF
-    y = tl.where(inside, x, 0.0)
-    y = tl.minimum(tl.maximum(y, -FP16_MAX), FP16_MAX)
-    beyond = tl.where(magnitude >= FP16_TO_INF, float("inf"), magnitude)  # NaN stays itself
-    return with_sign_of(tl.where(inside, round_magnitude(y, words, 10, -14, SR), beyond), x)
+    if SR:
+        magnitude = tl.abs(x)
+        rounded = round_size(tl.minimum(magnitude, FP16_MAX), x, words, 10, -14, True)
+        beyond = tl.where(magnitude >= FP16_TO_INF, float("inf"), magnitude)  # NaN stays itself
+        return with_sign_of(tl.where(magnitude < FP16_TO_INF, rounded, beyond), x)
+    else:
+        return x.to(tl.float16).to(tl.float32)
 
 
 @triton.jit
@@ -99,11 +122,13 @@ def round_bf16(x, words, SR: tl.constexpr):
     size = bits & ABS_MASK
     if SR:
         largest = tl.minimum(size, BF16_MAX_BITS)
-        draw = tl.where(bits < 0, words, words ^ 0xFFFFFFFF)
-        rounded = (largest + (draw >> 16).to(tl.int32)) & -0x10000
+        inwards = (bits >> 31).to(tl.uint32, bitcast=True)
+        noise = ((words ^ inwards) ^ 0xFFFFFFFF) >> 16
+        rounded = (largest + noise.to(tl.int32)) & -0x10000
+        rounded = tl.where(size >= BF16_TO_INF_BITS, INF_BITS, rounded)
     else:
+        # carries into the exponent, up to that of inf, where it overflows
         rounded = (size + 0x7FFF + ((size >> 16) & 1)) & -0x10000
-    rounded = tl.where(size >= BF16_TO_INF_BITS, INF_BITS, rounded)
     rounded = tl.where(size > INF_BITS, size, rounded)
     return with_sign_of(rounded.to(tl.float32, bitcast=True), x)
 

@@ -1,7 +1,7 @@
 """Storing one head's state in a format and reading it back, on chip, FP32 in and FP32 out.
 
 Rounding points: scales as `quantlab.formats` forms them (FP32 block maximum, correctly rounded
-division), elements as rounding.py does. A NaN or inf makes its scaled block NaN.
+division: division.py), elements as rounding.py does. A NaN or inf makes its scaled block NaN.
 Formats: fp32 (kept), fp16 and bf16 (no scale), fp8 (E4M3, one FP32 scale per 128 along dk), nvfp4
 (E2M1, one E4M3 scale per 16 along dk, one FP32 scale per state), int8 and int4 (one FP32 scale per
 state row); each to nearest even or stochastic.
@@ -19,6 +19,7 @@ from torch import Tensor
 from quantlab.formats import Format
 from quantlab.formats.block_scale import scale_cap
 from quantlab.formats.scale import SCALE_TYPES
+from quantlab_kernels.division import divide, reciprocal
 from quantlab_kernels.draws import COPY_STRIDE, tile_words
 from quantlab_kernels.rounding import (
     E2M1_MAX,
@@ -28,6 +29,7 @@ from quantlab_kernels.rounding import (
     round_bf16,
     round_fp16,
     round_magnitude,
+    round_size,
     with_sign_of,
 )
 
@@ -44,6 +46,8 @@ STORE_NAMES = {
 
 FP8_BLOCK = tl.constexpr(128)
 NVFP4_BLOCK = tl.constexpr(16)
+INT8_MAX = tl.constexpr(127.0)
+INT4_MAX = tl.constexpr(7.0)
 
 
 def _cap(factor: Fraction | int) -> tl.constexpr:
@@ -65,75 +69,98 @@ def has_nonfinite(x):
 
 
 @triton.jit
-def _blocks(x, BLOCK: tl.constexpr):
-    """View a tile [R, C] as its blocks [R * C / B, B]; a row no longer than BLOCK is one."""
+def state_blocks(x, FORMAT: tl.constexpr):
+    """View a tile [R, C] as its scale blocks [R * C / B, B]; a row no longer than B is one."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    B: tl.constexpr = BLOCK if BLOCK < C else C
+    if FORMAT == "nvfp4":
+        B: tl.constexpr = NVFP4_BLOCK if NVFP4_BLOCK < C else C
+    elif FORMAT == "fp8":
+        B: tl.constexpr = FP8_BLOCK if FP8_BLOCK < C else C
+    else:
+        B: tl.constexpr = C
     return tl.reshape(x, [R * C // B, B])
 
 
 @triton.jit
-def _scaled_element(
-    x, divisor, words, QMAX: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr
-):
-    """Round x / divisor to an element, saturating at QMAX; NaN divisors give unspecified values."""
-    y = tl.div_rn(x, divisor)
-    y = tl.minimum(tl.maximum(y, -QMAX), QMAX)
-    return with_sign_of(round_magnitude(y, words, MAN, EMIN, SR), x)
+def _plain_scale(amax, QMAX: tl.constexpr, CAP: tl.constexpr):
+    """FP32 scale amax / QMAX up to CAP, 1 where that is 0."""
+    scale = tl.minimum(divide(amax, 1.0 / QMAX), CAP)
+    return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
-def _block_amax(blocks):
-    """Largest magnitude of each block, and whether it holds a NaN or an inf."""
-    bits = tl.max(abs_bits(blocks), axis=1)
-    return bits.to(tl.float32, bitcast=True), bits >= INF_BITS
+def scales_of(size_bits, FORMAT: tl.constexpr):
+    """Find the scales of blocks from the bits of their largest magnitudes.
+
+    Args:
+        size_bits: int32 [blocks], bits of the largest magnitude, above those of inf with a NaN; for
+            NVFP4 all the blocks of a state, padded by zeros.
+        FORMAT: "fp8", "nvfp4", "int8" or "int4".
+
+    Returns:
+        stored: FP32 [blocks], values of the scale's type; NaN for a block with a NaN or an inf.
+        state: FP32 scalar, the state scale (1 where the format has none).
+        used: FP32 [blocks], stored times state scale: what decoded elements are multiplied by.
+    """
+    amax = size_bits.to(tl.float32, bitcast=True)
+    bad = size_bits >= INF_BITS
+    state = tl.full((), 1.0, tl.float32)
+    if FORMAT == "nvfp4":
+        largest = tl.max(tl.where(bad, 0, size_bits), axis=0).to(tl.float32, bitcast=True)
+        state = divide(largest, 1.0 / (E4M3_MAX * E2M1_MAX))
+        state = tl.minimum(tl.where(state == 0.0, 1.0, state), NVFP4_STATE_CAP)
+        quotient = divide(divide(amax, 1.0 / E2M1_MAX), reciprocal(state))
+        quotient = tl.minimum(quotient, E4M3_MAX)
+        stored = round_magnitude(quotient, quotient, 3, -6, False)
+    elif FORMAT == "fp8":
+        stored = _plain_scale(amax, E4M3_MAX, FP8_CAP)
+    elif FORMAT == "int8":
+        stored = _plain_scale(amax, INT8_MAX, INT8_CAP)
+    else:
+        stored = _plain_scale(amax, INT4_MAX, INT4_CAP)
+    stored = tl.where(bad, float("nan"), stored)
+    used = stored * state if FORMAT == "nvfp4" else stored
+    return stored, state, used
 
 
 @triton.jit
-def _plain_scale(amax, bad, QMAX: tl.constexpr, CAP: tl.constexpr):
-    """FP32 scale amax / QMAX up to CAP, 1 where that is 0, NaN if poisoned: [blocks, 1]."""
-    scale = tl.minimum(tl.div_rn(amax, QMAX), CAP)
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    return tl.where(bad, float("nan"), scale)[:, None]
+def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr):
+    """Round blocks [blocks, B] divided by their scales to elements, without their signs.
 
-
-@triton.jit
-def _nvfp4_scale(amax, bad):
-    """Block scale times state scale, [blocks, 1] FP32: 0 where it underflows, NaN if poisoned."""
-    largest = tl.max(tl.where(bad, 0.0, amax), axis=0)
-    state = tl.div_rn(largest, E4M3_MAX * E2M1_MAX)
-    state = tl.minimum(tl.where(state == 0.0, 1.0, state), NVFP4_STATE_CAP)
-    block = tl.minimum(tl.div_rn(tl.div_rn(amax, E2M1_MAX), state), E4M3_MAX)
-    scale = round_magnitude(block, block, 3, -6, False) * state
-    return tl.where(bad, float("nan"), scale)[:, None]
+    Returns:
+        FP32 magnitudes; in poisoned blocks 480, whose E4M3 code would be NaN's, or 0 for types
+        that have no NaN.
+    """
+    # a scale that underflowed makes a zero block
+    inverse = tl.where(used == 0.0, 0.0, reciprocal(used))
+    # NaN in poisoned blocks, and the least of NaN and a limit is the limit
+    m = tl.abs(divide(blocks, inverse[:, None]))
+    good = used == used
+    if FORMAT == "nvfp4":
+        m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])
+        return round_size(m, blocks, words, 1, 0, SR)
+    elif FORMAT == "fp8":
+        m = tl.minimum(m, tl.where(good, E4M3_MAX, 480.0)[:, None])
+        return round_size(m, blocks, words, 3, -6, SR)
+    elif FORMAT == "int8":
+        m = tl.minimum(m, tl.where(good, INT8_MAX, 0.0)[:, None])
+        return round_size(m, blocks, words, 7, 7, SR)
+    else:
+        m = tl.minimum(m, tl.where(good, INT4_MAX, 0.0)[:, None])
+        return round_size(m, blocks, words, 7, 7, SR)
 
 
 @triton.jit
 def _store_scaled(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
-    if FORMAT == "nvfp4":
-        blocks = _blocks(x, NVFP4_BLOCK)
-    elif FORMAT == "fp8":
-        blocks = _blocks(x, FP8_BLOCK)
-    else:
-        blocks = x
+    blocks = state_blocks(x, FORMAT)
     if SR:
         words = tl.reshape(words, blocks.shape)
-    amax, bad = _block_amax(blocks)
-    if FORMAT == "nvfp4":
-        scale = _nvfp4_scale(amax, bad)
-        # a scale that underflowed makes a zero block
-        divisor = tl.where(scale == 0.0, float("inf"), scale)
-        y = _scaled_element(blocks, divisor, words, E2M1_MAX, 1, 0, SR)
-    elif FORMAT == "fp8":
-        scale = _plain_scale(amax, bad, E4M3_MAX, FP8_CAP)
-        y = _scaled_element(blocks, scale, words, E4M3_MAX, 3, -6, SR)
-    else:
-        QMAX: tl.constexpr = 127.0 if FORMAT == "int8" else 7.0
-        CAP: tl.constexpr = INT8_CAP if FORMAT == "int8" else INT4_CAP
-        scale = _plain_scale(amax, bad, QMAX, CAP)
-        y = _scaled_element(blocks, scale, words, QMAX, 7, 7, SR) + 0.0  # no minus zero
-    return tl.reshape(y * scale, x.shape)
+    _, _, used = scales_of(tl.max(abs_bits(blocks), axis=1), FORMAT)
+    y = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
+    if FORMAT == "int8" or FORMAT == "int4":
+        y += 0.0  # no minus zero
+    return tl.reshape(y * used[:, None], x.shape)
 
 
 @triton.jit
