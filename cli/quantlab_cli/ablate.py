@@ -158,6 +158,31 @@ def folding(read: str, windows: int, out: Path | None, as_json: bool, markdown: 
     return 0
 
 
+@ablate.command("digest")
+@click.argument("directories", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", "-o", required=True, type=click.Path(path_type=Path), help="Directory of the page."
+)
+@click.option(
+    "--introduction",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Markdown to put first.",
+)
+@click.option(
+    "--folding",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="CSV of quantlab ablate folding.",
+)
+def make_digest(
+    directories: tuple[Path, ...], out: Path, introduction: Path | None, folding: Path | None
+) -> None:
+    """Write a page on several runs of ablate and propagate: which claims of the papers hold."""
+    from quantlab.report.digest import write_digest
+
+    text = "# Ablations" if introduction is None else introduction.read_text("utf-8")
+    click.echo(str(write_digest(directories, out, introduction=text, folding=folding)))
+
+
 def _run(
     kind: Kind, make_spec: Callable[..., KlSpec], options: dict[str, Any], **chosen: Any
 ) -> int:
