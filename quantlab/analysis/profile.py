@@ -55,6 +55,7 @@ HEAD_SCHEMA = pa.schema(
         *_KEY,
         pa.field("head", pa.int32()),
         _number("half_life", "steps in which the mean gate halves a state"),
+        _number("state", "mean over observations of the mean square of the stored state"),
         _number("deviation", "mean over observations of the mean square of D: accumulated error"),
         _number("relative", "mean over observations of mean square of D over that of the state"),
         _number("from_reference", "as deviation, from the reference run's stored state"),
@@ -153,6 +154,7 @@ def _heads(
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "half_life": _half_life(per_head),
+            "state": series["state"].mean(0),
             "deviation": series["deviation"].mean(0),
             "relative": (series["deviation"] / series["state"]).mean(0),
             "from_reference": series["from_reference"].mean(0),

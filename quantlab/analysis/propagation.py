@@ -24,6 +24,7 @@ PROPAGATION_SCHEMA = pa.schema(
             for name, meaning in {
                 "relative": "median over heads of mean D² over mean S²",
                 "output_relative": "median over heads of Σ‖D q‖² over Σ‖S q‖²",
+                "write_relative": "median over heads of a write's mean square error over mean S²",
                 "reference_ratio": "Σ deviation from the reference run over Σ D², over all heads",
                 "spearman": "of units' half-life with accumulated error, streams averaged",
                 "spearman_relative": "the same with error over the unit's state",
@@ -94,6 +95,7 @@ def _heads(heads: dict[str, Array]) -> dict[str, float]:
         return {
             "relative": float(np.median(heads["relative"])),
             "output_relative": float(np.median(heads["output_relative"])),
+            "write_relative": float(np.median(heads["write"] / heads["state"])),
             "reference_ratio": float(heads["from_reference"].sum() / total),
             "bias_share": float(np.median(heads["bias"] / heads["write"])),
             "independent_ratio": float(total / heads["independent"].sum()),

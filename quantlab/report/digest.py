@@ -55,7 +55,8 @@ def write_digest(
     """Write README.md, tables as CSV and figures as PNG of some runs.
 
     Args:
-        paths: run directories of `quantlab ablate` and `quantlab propagate`.
+        paths: run directories of `quantlab ablate` and `quantlab propagate`; of several runs of a
+            kind on a model, claims take a policy's figures from the first that has it.
         out: directory; what is written there before is replaced file by file.
         introduction: Markdown, from the title on.
         folding: CSV of `quantlab ablate folding`.
@@ -64,19 +65,24 @@ def write_digest(
         The page.
 
     Raises:
-        UsageError: a directory holds no such run, or two hold the same kind of the same model.
+        UsageError: a directory holds no such run, or two hold the same one.
     """
-    runs: dict[tuple[str, str], Shown] = {}
+    runs: dict[str, Shown] = {}
     for path in paths:
         run = _load(path)
-        key = (run.kind, run.spec.model)
-        if key in runs:
-            raise UsageError(f"{path} is a second run of {key[0]} on {key[1]}")
-        runs[key] = run
-    out.mkdir(parents=True, exist_ok=True)
-    parts = [introduction.rstrip(), "## Claims", markdown(claims_table(_evidence(runs)))]
-    for run in runs.values():
         name = f"{run.kind}-{Path(run.spec.model).name}"
+        same = [r for r in runs.values() if (r.kind, r.spec) == (run.kind, run.spec)]
+        if same:
+            raise UsageError(f"{path} is the same {run.kind} run as {same[0].path}")
+        count = sum(key == name or key.startswith(f"{name}-") for key in runs)
+        runs[f"{name}-{count + 1}" if count else name] = run
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [
+        introduction.rstrip(),
+        "## Claims",
+        markdown(claims_table(_evidence(list(runs.values())))),
+    ]
+    for name, run in runs.items():
         title = TITLES.get(run.kind, "drift of stored states")
         sessions = _sessions(run)
         parts += [f"## {run.spec.model}: {title}", f"    {_command(sessions)}"]
@@ -124,12 +130,14 @@ def _load(path: Path) -> Shown:
     )
 
 
-def _evidence(runs: dict[tuple[str, str], Shown]) -> list[Evidence]:
+def _evidence(runs: Sequence[Shown]) -> list[Evidence]:
     found = []
-    for model in dict.fromkeys(model for _, model in runs):
-        mine = {kind: run for (kind, name), run in runs.items() if name == model}
-        is_delta = any(run.record["model"]["op"] != "mamba2" for run in mine.values())
-        rows = {kind: run.summary.to_pylist() for kind, run in mine.items()}
+    for model in dict.fromkeys(run.spec.model for run in runs):
+        mine = [run for run in runs if run.spec.model == model]
+        is_delta = any(run.record["model"]["op"] != "mamba2" for run in mine)
+        rows: dict[str, list[Any]] = {}
+        for run in mine:
+            rows.setdefault(run.kind, []).extend(run.summary.to_pylist())
         found.append(Evidence(model=model, is_delta=is_delta, **rows))
     return found
 

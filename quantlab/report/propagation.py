@@ -47,6 +47,7 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
         _columns(
             rows,
             {
+                "write": "write_relative",
                 "bias²": "bias_share",
                 "÷ independent": "independent_ratio",
                 "÷ with bias": "predicted_ratio",
@@ -55,6 +56,7 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
                 "÷ closed form": "closed_form_ratio",
                 "oracle": "oracle_ratio",
             },
+            "write: mean square error of one write over the state's mean square, median head. "
             "bias²: share of a write's mean square error that is an element's mean, median head. "
             "Measured deviation over what independent errors come to under the run's own gates, "
             "with the bias added, and with a delta rule's contraction under isotropic keys; "

@@ -156,7 +156,7 @@ def test_page_is_made_of_the_runs(runs, tmp_path, capsys):
 
 
 def test_runs_that_are_none_or_twice(runs, tmp_path):
-    with pytest.raises(UsageError, match="second run of rounding on tiny-gdn"):
+    with pytest.raises(UsageError, match="the same rounding run as"):
         write_digest([runs / "rounding"] * 2, tmp_path, introduction="")
     with pytest.raises(UsageError, match="no finished run"):
         write_digest([runs], tmp_path, introduction="")
