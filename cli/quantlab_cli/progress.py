@@ -21,10 +21,14 @@ class Reporter:
 
     Args:
         quiet: say nothing but notes.
+        unit: what is counted.
+        rate: what is counted, as a rate says it.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet
+    def __init__(
+        self, *, quiet: bool = False, unit: str = "stream tokens", rate: str = "tokens"
+    ) -> None:
+        self.quiet, self.unit, self.rate = quiet, unit, rate
         self.total = self.done = self.begun_at = 0
         self.clock = self.spoken = time.monotonic()
         self._bar: RichProgress | None = None
@@ -50,7 +54,7 @@ class Reporter:
             return
         if not sys.stderr.isatty():
             begun = f", {done:,} of them done before" if done else ""
-            click.echo(f"{total:,} stream tokens to measure{begun}", err=True)
+            click.echo(f"{total:,} {self.unit} to measure{begun}", err=True)
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -88,7 +92,7 @@ class Reporter:
         left = (self.total - self.done) / rate
         shown = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         ending = f"{duration(left)} left" if self.done < self.total else f"in {duration(seconds)}"
-        return f"{shown} tokens/s, {ending}"
+        return f"{shown} {self.rate}/s, {ending}"
 
     def note(self, text: str) -> None:
         """Say something, above the bar if there is one."""

@@ -1,0 +1,38 @@
+"""`quantlab bins`: bin finished accuracy runs again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantlab_cli.eval import document, show_tables
+from quantlab_cli.types import SIZE, echo_json
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--count", type=SIZE, default=4, show_default=True, help="Bins of equal count.")
+@click.option("--log", is_flag=True, help="Bins of doubling FP32 length instead.")
+@click.option("--figures/--no-figures", default=False, help="Draw the figures of quartiles again.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
+@click.option("--markdown", is_flag=True, help="The tables in Markdown.")
+def bins(
+    *, runs: tuple[Path, ...], count: int, log: bool, figures: bool, as_json: bool, markdown: bool
+) -> int:
+    """Show finished accuracy runs by FP32 output length, in other bins than quartiles."""
+    from quantlab.study.accuracy import load_eval
+
+    results = [load_eval(run) for run in runs]
+    for result in results:
+        if len(results) > 1:
+            click.echo(f"{result.path}\n")
+        show_tables(result, as_json=as_json, markdown=markdown, count=count, log=log)
+        if figures:
+            from quantlab.report.accuracy import write_figures
+
+            for path in write_figures(result.bins(), result.path, model=result.spec.model):
+                click.echo(str(path), err=True)
+    if as_json:
+        echo_json([document(result, count=count, log=log) for result in results])
+    return 0

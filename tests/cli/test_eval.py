@@ -1,0 +1,94 @@
+"""`quantlab eval` and `quantlab bins` from the command line, on a tiny model."""
+
+import json
+
+import pytest
+
+from quantlab.engine.sampling import Sampling
+from quantlab_cli.eval import make_spec
+from quantlab_cli.main import main
+from tests.models.tiny import tiny
+
+SMALL = ["--limit", "1", "--budget", "60", "--rows", "4", "--device", "cpu", "--quiet"]
+OPTIONS = {
+    "model": "tiny-gdn", "tasks": (), "suite": None, "policies": (), "window": 16, "limit": None,
+    "repetitions": None, "budget": None, "temperature": None, "top_p": None, "top_k": None,
+    "presence_penalty": None, "seed": 0, "margin": 1.0, "rows": None, "device": "cpu",
+    "dtype": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run, made through the command."""
+    patch = pytest.MonkeyPatch()
+    m = tiny("qwen3_5", vocab_size=264)
+    patch.setattr("quantlab.models.load_model", lambda *a, **k: m)
+    out = tmp_path_factory.mktemp("eval") / "run"
+    assert main(["eval", "-M", "tiny-gdn", *SMALL, "--out", str(out)]) == 0
+    patch.undo()
+    return out
+
+
+def test_a_run_leaves_its_files(run):
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "spec.json", "run.json", "rows.parquet", "summary.csv", "bins.csv", "bins-chain.png",
+        "bins-chain.svg",
+    }  # fmt: skip
+    session = json.loads((run / "run.json").read_text())["sessions"][0]
+    assert session["command"][:2] == ["quantlab", "eval"]
+
+
+def test_bins_again(run, capsys):
+    assert main(["bins", str(run), "--log", "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert "FP32 repeated" in "\n".join(text) and "shared nvfp4-sr" in "\n".join(text)
+    (found,) = json.loads(last)
+    assert {r["arm"] for r in found["bins"]} >= {"reference", "repeat"}
+    assert main(["bins", str(run), str(run), "--markdown"]) == 0
+    assert capsys.readouterr().out.count("| FP32 |") == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["-M", "tiny-gdn", "--task", "chian"], 2, "Did you mean 'chain'"),
+        (["-M", "tiny-gdm"], 2, "tiny-gdn"),
+        (["-M", "tiny-gdn", "--policy", "shared:nvfp5"], 2, "--policy"),
+        (["-M", "tiny-gdn", "--suite", "replaysm"], 2, "replayssm"),
+        (["-M", "tiny-gdn", "--task", "gsm8k", "--task", "chain"], 2, "run it alone"),
+        (["-M", "tiny-gdn", "--top-p", "0"], 2, "top-p"),
+        (["-M", "tiny-gdn", "--device", "gpu"], 2, "cuda:<index>"),
+    ],
+)
+def test_refusals(arguments, code, message, capsys, tmp_path):
+    assert main(["eval", *arguments, "--out", str(tmp_path / "o")]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_missing_data_is_named(monkeypatch, capsys, tmp_path):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", refuse)
+    arguments = ["eval", "-M", "tiny-gdn", "--task", "aime", "--out", str(tmp_path / "o")]
+    assert main(arguments) == 5
+    assert "HuggingFaceH4/aime_2024" in capsys.readouterr().err
+
+
+def test_defaults_follow_the_protocol():
+    spec = make_spec(**OPTIONS)
+    assert (spec.tasks, spec.limit, spec.budget, spec.repetitions) == (("chain",), 8, 1024, 1)
+    assert [p.short for p in spec.policies] == ["shared nvfp4-sr", "nvfp4 / fp16-sr"]
+    qwen = make_spec(**OPTIONS | {"model": "qwen3.5-4b", "tasks": ("gpqa-diamond",)})
+    assert (qwen.limit, qwen.repetitions, qwen.budget) == (None, 3, 32768)
+    names = ("temperature", "top_p", "top_k", "presence_penalty")
+    settings = Sampling(**{n: getattr(qwen, n) for n in names})
+    assert settings == Sampling(top_p=0.95, top_k=20, presence_penalty=1.5)
+    own = make_spec(**OPTIONS | {"suite": "replayssm", "temperature": 0.0, "margin": 2.0})
+    assert len(own.policies) == 9 and own.temperature == 0 and own.margin == 0.02
