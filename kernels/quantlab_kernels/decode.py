@@ -1,0 +1,544 @@
+"""One layer's decode cache in slots, and its step: the host side of the decode kernels.
+
+A model step is `advance` (once), then `LayerCache.step` of each layer; all of it can be captured in
+one CUDA graph per batch size. Rows of the batch name their slots; a negative slot is a padded row,
+whose output is left as it is.
+
+Records of a window of L tokens, L - 1 of them kept (the last is folded at once):
+
+    keys      [slots, L - 1, Hk, dk]  after the L2 norm, in the activations' type
+    values    [slots, L - 1, H, dv]   in the activations' type; delta rules that derive again
+    written   [slots, L - 1, H, dv]   u, FP16 or FP32; without a delta rule x, as `values`
+    logs      [slots, H, L - 1]       log decay, FP32; per key channel [slots, L - 1, H, dk]
+    strengths [slots, H, L - 1]       FP32: beta where values are kept, dt of Mamba-2
+
+BF16 records are kept as their bit patterns (int16).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from quantlab.formats import Encoded, Format, decode
+from quantlab.formats.cast import CastCounts
+from quantlab.formats.codes import unpack_nibbles
+from quantlab.recurrence import OpInputs
+from quantlab.replay.policy import Policy
+from quantlab.replay.records import RecordTypes
+from quantlab_kernels.decode_conventional import conventional_step_kernel
+from quantlab_kernels.decode_flush import replay_flush_kernel
+from quantlab_kernels.decode_formats import put_states_kernel
+from quantlab_kernels.decode_launch import (
+    StepLaunch,
+    TileLaunch,
+    conventional_launch,
+    flush_launch,
+    programs,
+    step_launch,
+)
+from quantlab_kernels.decode_plan import Cursors, Plan
+from quantlab_kernels.decode_steps import replay_step_kernel
+from quantlab_kernels.draws import COPY_STRIDE
+from quantlab_kernels.stores import signed_seed, store_kind
+
+FORMATS = ("fp32", "fp16", "bf16", "fp8", "nvfp4")
+"""Formats, without rounding, that the decode kernels have."""
+MAX_WINDOW = 64
+_RECORD_STORAGE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.int16}
+_RECORD_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateStore:
+    """Slots of one copy of a layer's states; see `decode_formats` for the layout.
+
+    Attributes:
+        fmt: its format.
+        heads: value heads.
+        dv: value width.
+        dk: key width.
+        codes: [slots, H, dv, width].
+        scales: [slots, H, dv], [slots, H, dv, dk / 16] or empty.
+        state_scale: [slots, H] or empty.
+    """
+
+    fmt: Format
+    heads: int
+    dv: int
+    dk: int
+    codes: Tensor
+    scales: Tensor
+    state_scale: Tensor
+
+    @classmethod
+    def empty(
+        cls, fmt: Format, *, slots: int, heads: int, dv: int, dk: int, device: torch.device | str
+    ) -> "StateStore":
+        """Return slots with nothing in them.
+
+        Raises:
+            ValueError: a format or a key width that the kernels do not have.
+        """
+        name = format_name(fmt)
+        if dk not in (16, 32, 64, 128):
+            raise ValueError(f"the decode kernels take dk of 16, 32, 64 or 128, got {dk}")
+        types = {
+            "fp32": torch.float32,
+            "fp16": torch.float16,
+            "bf16": torch.int16,
+            "fp8": torch.uint8,
+            "nvfp4": torch.uint8,
+        }
+
+        def room(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty((slots, heads, *shape), dtype=dtype, device=device)
+
+        width = dk // 2 if name == "nvfp4" else dk
+        none = torch.empty(0, dtype=torch.float32, device=device)
+        scales = none
+        if name == "fp8":
+            scales = room(dv, dtype=torch.float32)
+        elif name == "nvfp4":
+            scales = room(dv, dk // 16, dtype=torch.uint8)
+        return cls(
+            fmt=fmt,
+            heads=heads,
+            dv=dv,
+            dk=dk,
+            codes=room(dv, width, dtype=types[name]),
+            scales=scales,
+            state_scale=room(dtype=torch.float32) if name == "nvfp4" else none,
+        )
+
+    @property
+    def name(self) -> str:
+        """Kernels' name of the format."""
+        return format_name(self.fmt)
+
+    @property
+    def words(self) -> Tensor:
+        """Codes as the step kernel takes them: int32 words where several share one."""
+        return self.codes.view(torch.int32) if self.name in ("fp8", "nvfp4") else self.codes
+
+    @property
+    def slot_states(self) -> int:
+        """States from one slot to the next; all tensors agree, or this raises ValueError."""
+        inner = self.codes[0]
+        states, rest = divmod(self.codes.stride(0), inner[0].numel())
+        parts = [x for x in (self.scales, self.state_scale) if x.numel()]
+        even = all(x.stride(0) == states * x[0, 0].numel() and x[0].is_contiguous() for x in parts)
+        if rest or not inner.is_contiguous() or not even:
+            raise ValueError(
+                "a slot's states are contiguous and slots a whole number of states apart, the same "
+                f"for codes and scales; got strides {self.codes.stride()} for "
+                f"{tuple(self.codes.shape)}"
+            )
+        return states
+
+    def put(
+        self, states: Tensor, slots: Tensor, cursors: Cursors, *, seed: int, layer: int, copy: int
+    ) -> None:
+        """Store states after the prompt (flush 0) in slots; rows of negative slots are skipped.
+
+        Args:
+            states: [rows, H, dv, dk] FP32, contiguous.
+            slots: integer [rows].
+            cursors: whose streams key the draws.
+            seed: 64-bit seed.
+            layer: ordinal of the recurrent layer.
+            copy: 0 recurrence or shared, 1 read.
+        """
+        put_states_kernel[(self.heads, states.shape[0])](
+            states,
+            slots,
+            cursors.stream,
+            self.codes,
+            self.scales,
+            self.state_scale,
+            signed_seed(seed),
+            layer + copy * COPY_STRIDE.value,
+            0,
+            self.heads,
+            self.dv,
+            self.slot_states,
+            FORMAT=self.name,
+            SR=self.fmt.needs_words,
+            BLOCK_V=max(16, triton.next_power_of_2(self.dv)),
+            DK=self.dk,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+    def encoded(self, slots: Tensor) -> Encoded:
+        """Take slots out as `quantlab.formats` holds a stored state; for inspection, not fast."""
+        index = slots.to(torch.int64)
+        codes = self.codes[index]
+        views = {"fp32": torch.uint32, "fp16": torch.uint16, "bf16": torch.uint16}
+        codes = codes.view(views[self.name]) if self.name in views else codes
+        scales = state_scale = None
+        if self.name == "nvfp4":
+            codes = unpack_nibbles(codes, self.dk)
+            scales, state_scale = self.scales[index], self.state_scale[index][..., None, None]
+        elif self.name == "fp8":
+            scales = self.scales[index][..., None]
+        none = torch.zeros((), dtype=torch.int64, device=codes.device)
+        counts = CastCounts(nonfinite=none, clipped=none, zeroed=none, flushed=none)
+        return Encoded(
+            fmt=self.fmt, codes=codes, scales=scales, state_scale=state_scale, counts=counts
+        )
+
+    def values(self, slots: Tensor) -> Tensor:
+        """Decode slots: [rows, H, dv, dk] FP32; for inspection, not fast."""
+        return decode(self.encoded(slots))
+
+
+def format_name(fmt: Format) -> str:
+    """Find the decode kernels' name of a format.
+
+    Raises:
+        ValueError: they do not have it.
+    """
+    name = store_kind(fmt).name
+    if name not in FORMATS:
+        raise ValueError(
+            f"the decode kernels do not have {fmt.short}; they have {', '.join(FORMATS)} (and -sr)"
+        )
+    return name
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerCache:
+    """One recurrent layer's copies and records.
+
+    Attributes:
+        policy: when and how it stores.
+        layer: ordinal of the recurrent layer, which keys random draws.
+        seed: 64-bit seed.
+        recur: recurrence or only copy.
+        read: the copy that steps before the L-th read; `recur` with one copy.
+        key_heads: key heads.
+        delta: corrections exist.
+        per_channel: decay per key channel.
+        has_dt: Mamba-2.
+        key_record: "fp32", "fp16" or "bf16", of keys and values.
+        written_record: likewise, of what is written.
+        keys, values, written, logs, strengths: records, as in the module's docstring.
+        step_cut, flush_cut, whole_cut: launches; None takes the table's.
+    """
+
+    policy: Policy
+    layer: int
+    seed: int
+    recur: StateStore
+    read: StateStore
+    key_heads: int
+    delta: bool
+    per_channel: bool
+    has_dt: bool
+    key_record: str
+    written_record: str
+    keys: Tensor
+    values: Tensor
+    written: Tensor
+    logs: Tensor
+    strengths: Tensor
+    step_cut: StepLaunch | None = None
+    flush_cut: TileLaunch | None = None
+    whole_cut: TileLaunch | None = field(default=None)
+
+    @classmethod
+    def empty(
+        cls, policy: Policy, inputs: OpInputs, *, slots: int, layer: int, seed: int
+    ) -> "LayerCache":
+        """Return a cache of unused slots for a layer whose steps look like `inputs`.
+
+        Args:
+            policy: L = 1 to 64.
+            inputs: of any length; shapes, switches, dtypes and device are looked at.
+            slots: number of sequences that it can hold.
+            layer: ordinal of the recurrent layer.
+            seed: 64-bit seed.
+
+        Raises:
+            ValueError: a window, a format or a width that the kernels do not have.
+        """
+        if policy.window > MAX_WINDOW:
+            raise ValueError(f"{policy.short}: kernels have windows of up to {MAX_WINDOW}")
+        device, heads, dv, dk = inputs.v.device, inputs.heads, inputs.dv, inputs.dk
+        key_heads, kept = inputs.k.shape[2], policy.window - 1
+
+        def copy_in(fmt: Format) -> StateStore:
+            return StateStore.empty(fmt, slots=slots, heads=heads, dv=dv, dk=dk, device=device)
+
+        recur = copy_in(policy.recur)
+        key_record, written_record = record_names(policy, inputs)
+        rederive = inputs.is_delta and policy.corrections == "rederive"
+
+        def room(*shape: int, record: str = "fp32", wanted: bool = True) -> Tensor:
+            shape = (slots, *shape) if wanted and kept else (0,)
+            return torch.empty(shape, dtype=_RECORD_STORAGE[record], device=device)
+
+        per_channel = inputs.per_channel
+        return cls(
+            policy=policy,
+            layer=layer,
+            seed=seed,
+            recur=recur,
+            read=copy_in(policy.read) if policy.kind == "separate" else recur,
+            key_heads=key_heads,
+            delta=inputs.is_delta,
+            per_channel=per_channel,
+            has_dt=inputs.dt is not None,
+            key_record=key_record,
+            written_record=written_record,
+            keys=room(kept, key_heads, dk, record=key_record),
+            values=room(kept, heads, dv, record=key_record, wanted=rederive),
+            written=room(kept, heads, dv, record=written_record),
+            logs=room(kept, heads, dk) if per_channel else room(heads, kept),
+            strengths=room(heads, kept, wanted=rederive or inputs.dt is not None),
+        )
+
+    @property
+    def rederives(self) -> bool:
+        """Whether a flush derives corrections again."""
+        return self.delta and self.policy.corrections == "rederive"
+
+    def start(self, states: Tensor, slots: Tensor, cursors: Cursors) -> None:
+        """Store unrounded states [rows, H, dv, dk] after the prompt, in each copy."""
+        keys = {"seed": self.seed, "layer": self.layer}
+        if self.policy.kind == "separate":
+            self.read.put(states, slots, cursors, copy=1, **keys)
+        self.recur.put(states, slots, cursors, copy=0, **keys)
+
+    def step(self, inputs: OpInputs, plan: Plan, cursors: Cursors, out: Tensor) -> None:
+        """Take one token of every planned row.
+
+        Args:
+            inputs: T = 1, rows as planned; q, k, v and per-channel decays with unit stride along
+                their last axis, any others.
+            plan: of `advance` with this policy's window, launched before on the same stream.
+            cursors: their streams.
+            out: [rows, H, dv] FP32, unit stride along dv; rows without a slot are left as they are.
+
+        Mutates:
+            copies, records, out.
+
+        Raises:
+            ValueError: inputs that do not fit the cache, or memory that is not laid out as said.
+        """
+        self._check(inputs, plan, out)
+        if self.policy.window == 1:
+            self._conventional(inputs, plan, cursors, out)
+        else:
+            self.step_rows(inputs, plan, out)
+            self.flush_rows(inputs, plan, cursors, out)
+
+    def _check(self, inputs: OpInputs, plan: Plan, out: Tensor) -> None:
+        recur = self.recur
+        shape = (plan.capacity, 1, recur.heads, recur.dv)
+        switches = (inputs.is_delta, inputs.per_channel, inputs.dt is not None)
+        if (
+            tuple(inputs.v.shape) != shape
+            or inputs.k.shape[2:] != (self.key_heads, recur.dk)
+            or switches != (self.delta, self.per_channel, self.has_dt)
+            or inputs.compute_dtype != torch.float32
+        ):
+            raise ValueError(
+                f"this cache takes v {shape} and k (.., {self.key_heads}, {recur.dk}) in FP32 or "
+                f"less, got v {tuple(inputs.v.shape)}, k {tuple(inputs.k.shape)}, or other switches"
+            )
+        wide = [inputs.q, inputs.k, inputs.v, out]
+        wide += [inputs.log_decay] if self.per_channel else []
+        if any(x.stride(-1) != 1 for x in wide) or out.dtype != torch.float32:
+            raise ValueError("q, k, v, per-channel decays and out (FP32) need unit last strides")
+        if not inputs.v.is_cuda and isinstance(replay_step_kernel, JITFunction):
+            raise ValueError(
+                f"the decode kernels need a CUDA device, inputs are on {inputs.v.device} "
+                "(TRITON_INTERPRET=1 runs them on the CPU, slowly)"
+            )
+
+    def _sources(self, inputs: OpInputs, out: Tensor) -> tuple[list[Tensor], list[int]]:
+        """Tensors of the token and their strides along rows and heads."""
+        strength = inputs.beta if inputs.beta is not None else inputs.dt
+        strength = inputs.log_decay if strength is None else strength
+        given = [inputs.q, inputs.k, inputs.v, inputs.log_decay, strength]
+        strides = [s for x in given for s in (x.stride(0), x.stride(2))]
+        return [*given, out], [*strides, out.stride(0), out.stride(1)]
+
+    def step_rows(self, inputs: OpInputs, plan: Plan, out: Tensor) -> None:
+        """Take the rows that do not flush; arguments as `step`."""
+        read, window = self.read, self.policy.window
+        group = read.heads // self.key_heads
+        cut = self.step_cut or step_launch(
+            read.name,
+            rows=plan.capacity,
+            heads=read.heads,
+            key_heads=self.key_heads,
+            dv=read.dv,
+            dk=read.dk,
+            per_channel=self.per_channel,
+        )
+        tiles = -(-read.dv // cut.block_v)
+        blocks = -(-tiles // cut.splits)
+        items = plan.capacity * self.key_heads * (group // cut.heads) * cut.splits
+        tensors, strides = self._sources(inputs, out)
+        replay_step_kernel[(programs(items, cut.per_sm, inputs.v.device),)](
+            *tensors,
+            read.words,
+            read.scales,
+            read.state_scale,
+            self.keys,
+            self.values,
+            self.written,
+            self.logs,
+            self.strengths,
+            plan.lines,
+            plan.counts,
+            plan.capacity,
+            read.heads,
+            self.key_heads,
+            read.dv,
+            read.slot_states,
+            window - 1,
+            read.heads * (window - 1),
+            *strides,
+            L=window,
+            BLOCK_L=max(16, triton.next_power_of_2(window)),
+            BLOCK_V=cut.block_v,
+            DK=read.dk,
+            WIDTH=min(cut.width, read.dk),
+            HEADS_PER_KEY=group,
+            HEADS=cut.heads,
+            BLOCKS=blocks,
+            SPLITS=cut.splits,
+            DELTA=self.delta,
+            PER_CHANNEL=self.per_channel,
+            HAS_DT=self.has_dt,
+            KEEP_V=self.rederives,
+            FORMAT=read.name,
+            KEY_RECORD=self.key_record,
+            WRITTEN_RECORD=self.written_record,
+            num_warps=cut.warps,
+            maxnreg=cut.registers,
+        )
+
+    def flush_rows(self, inputs: OpInputs, plan: Plan, cursors: Cursors, out: Tensor) -> None:
+        """Take the rows that flush; arguments as `step`."""
+        recur, read, window = self.recur, self.read, self.policy.window
+        cut = self.flush_cut or flush_launch(
+            (recur.name, read.name),
+            rows=plan.capacity,
+            heads=recur.heads,
+            dv=recur.dv,
+            dk=recur.dk,
+        )
+        items = plan.capacity * recur.heads * -(-recur.dv // cut.block_v)
+        # nothing is rounded where both copies are exact: only then may products fuse into sums
+        exact = recur.fmt.is_exact and read.fmt.is_exact
+        tensors, strides = self._sources(inputs, out)
+        replay_flush_kernel[(programs(items, cut.per_sm, inputs.v.device),)](
+            *tensors,
+            recur.codes,
+            recur.scales,
+            recur.state_scale,
+            read.codes,
+            read.scales,
+            read.state_scale,
+            self.keys,
+            self.values,
+            self.written,
+            self.logs,
+            self.strengths,
+            plan.lines,
+            plan.counts,
+            cursors.stream,
+            signed_seed(self.seed),
+            self.layer,
+            plan.capacity,
+            recur.heads,
+            recur.heads // self.key_heads,
+            self.key_heads,
+            recur.dv,
+            recur.slot_states,
+            read.slot_states,
+            window - 1,
+            recur.heads * (window - 1),
+            *strides,
+            L=window,
+            BLOCK_V=cut.block_v,
+            DK=recur.dk,
+            WIDTH=row_width(recur),
+            DELTA=self.delta,
+            PER_CHANNEL=self.per_channel,
+            HAS_DT=self.has_dt,
+            REDERIVE=self.rederives,
+            SEPARATE=self.policy.kind == "separate",
+            FORMAT=recur.name,
+            SR=recur.fmt.needs_words,
+            READ_FORMAT=read.name,
+            READ_SR=read.fmt.needs_words,
+            KEY_RECORD=self.key_record,
+            WRITTEN_RECORD=self.written_record,
+            num_warps=cut.warps,
+            maxnreg=cut.registers,
+            enable_fp_fusion=exact,
+        )
+
+    def _conventional(self, inputs: OpInputs, plan: Plan, cursors: Cursors, out: Tensor) -> None:
+        recur = self.recur
+        cut = self.whole_cut or conventional_launch(
+            recur.name, rows=plan.capacity, heads=recur.heads, dv=recur.dv, dk=recur.dk
+        )
+        tensors, strides = self._sources(inputs, out)
+        grid = (-(-recur.dv // cut.block_v), recur.heads, plan.capacity)
+        exact = recur.fmt.is_exact
+        conventional_step_kernel[grid](
+            *tensors,
+            recur.codes,
+            recur.scales,
+            recur.state_scale,
+            plan.lines,
+            plan.counts,
+            cursors.stream,
+            signed_seed(self.seed),
+            self.layer,
+            plan.capacity,
+            recur.heads,
+            recur.heads // self.key_heads,
+            recur.dv,
+            recur.slot_states,
+            *strides,
+            BLOCK_V=cut.block_v,
+            DK=recur.dk,
+            WIDTH=row_width(recur),
+            DELTA=self.delta,
+            PER_CHANNEL=self.per_channel,
+            HAS_DT=self.has_dt,
+            FORMAT=recur.name,
+            SR=recur.fmt.needs_words,
+            num_warps=cut.warps,
+            maxnreg=cut.registers,
+            enable_fp_fusion=exact,
+        )
+
+
+def row_width(store: StateStore) -> int:
+    """Choose how many elements of a row lie side by side in a warp: 128 bytes of them."""
+    bytes_each = store.codes.element_size()
+    return store.dk if bytes_each == 1 else min(store.dk, 128 // bytes_each)
+
+
+def record_names(policy: Policy, inputs: OpInputs) -> tuple[str, str]:
+    """Name the types of key (and value) records and of written ones."""
+    types = RecordTypes.of(policy.records, inputs)
+    kept = types.k or types.v
+    if kept is None and policy.records == "auto":
+        # values already of the activations' type are recorded in it, which rounds nothing
+        kept = inputs.activation_dtype if inputs.v.dtype == inputs.activation_dtype else None
+    key = _RECORD_NAMES[kept or torch.float32]
+    if not inputs.is_delta:
+        return key, key
+    return key, _RECORD_NAMES[types.u or torch.float32]

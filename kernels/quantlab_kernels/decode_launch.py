@@ -1,0 +1,141 @@
+"""Launches of the decode kernels: one table, looked up by family, format and batch.
+
+Every entry says where it comes from. `origin="design"` is derived from the byte and instruction
+counts of reports/decisions/0001-decode-kernels.md and has not been measured; a measured entry names
+the run. `python -m quantlab_kernels.decode_smoke` sweeps launches and prints the best of each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+INTERPRETED_SMS = 2
+"""Multiprocessors that the interpreter pretends to have: few, so that programs walk many items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLaunch:
+    """How an output-only step is cut.
+
+    Attributes:
+        block_v: state rows of a tile.
+        heads: value heads of a key head that one item walks; divides their number.
+        splits: parts of a head's tiles that are items of their own.
+        width: row elements side by side in a warp (fp32, fp16, bf16), at most dk.
+        warps: of a program.
+        per_sm: programs per multiprocessor.
+        registers: most registers of a thread; None leaves it to the compiler.
+        origin: "design", or the run that chose it.
+    """
+
+    block_v: int
+    heads: int = 1
+    splits: int = 1
+    width: int = 32
+    warps: int = 4
+    per_sm: int = 4
+    registers: int | None = None
+    origin: str = "design"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileLaunch:
+    """How a flush or a conventional step is cut.
+
+    Attributes:
+        block_v: state rows of a tile; at least dv where a copy has a state scale.
+        warps: of a program.
+        per_sm: programs per multiprocessor, of a flush.
+        registers: most registers of a thread; None leaves it to the compiler.
+        origin: "design", or the run that chose it.
+    """
+
+    block_v: int
+    warps: int = 4
+    per_sm: int = 4
+    registers: int | None = None
+    origin: str = "design"
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(n)
+
+
+def step_launch(
+    fmt: str, *, rows: int, heads: int, key_heads: int, dv: int, dk: int, per_channel: bool
+) -> StepLaunch:
+    """Choose the launch of an output-only step.
+
+    Args:
+        fmt: kernels' name of the read copy's format.
+        rows: of the batch.
+        heads: value heads.
+        key_heads: key heads.
+        dv: value width.
+        dk: key width.
+        per_channel: decay per key channel.
+    """
+    group = heads // key_heads
+    if fmt in ("fp32", "fp16", "bf16"):
+        # 16 KB of FP32 or 8 KB of FP16 a tile, two tiles a program, four programs: 64 KB or more
+        # in flight
+        block_v = min(32, _power(dv))
+        width = min(dk, 32 if fmt == "fp32" else 64)
+        walk, warps = 1, 4
+    else:
+        # a whole head is 16 or 9 KB: walk several, so that the keys are met once for all
+        block_v = min(128 if fmt == "nvfp4" else 64, _power(dv))
+        width, warps = dk, 4
+        walk = min(group, 4)
+    if block_v > dv and dv >= 16:
+        block_v //= 2
+    if per_channel:
+        walk = 1
+    tiles = -(-dv // block_v)
+    splits = 1
+    if rows * heads < 512:
+        # too few heads to fill the device: every tile is an item
+        walk, splits = 1, tiles
+    while group % walk:
+        walk -= 1
+    registers, per_sm = (128, 4) if fmt in ("fp32", "fp16", "bf16") else (168, 3)
+    return StepLaunch(
+        block_v=max(1, block_v),
+        heads=walk,
+        splits=splits,
+        width=width,
+        warps=warps,
+        per_sm=per_sm,
+        registers=registers,
+    )
+
+
+def flush_launch(
+    formats: tuple[str, ...], *, rows: int, heads: int, dv: int, dk: int
+) -> TileLaunch:
+    """Choose the launch of a flush that stores copies in some formats."""
+    whole = max(16, _power(dv))
+    if "nvfp4" in formats:
+        # 32 elements a thread, as the others: 64 need 251 registers
+        return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)), per_sm=1)
+    return TileLaunch(block_v=min(32, whole), warps=4, per_sm=4, registers=128)
+
+
+def conventional_launch(fmt: str, *, rows: int, heads: int, dv: int, dk: int) -> TileLaunch:
+    """Choose the launch of a conventional step."""
+    whole = max(1, _power(dv))
+    if fmt == "nvfp4":
+        return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)))
+    block_v = 16 if dv % 32 or rows * heads < 512 else 32
+    return TileLaunch(block_v=min(block_v, whole), warps=4)
+
+
+def programs(items: int, per_sm: int, device: torch.device) -> int:
+    """Choose how many programs share some items: as many each, and no more than fit at once."""
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        sms = INTERPRETED_SMS
+    rounds = -(-items // (sms * per_sm))
+    return max(1, -(-items // rounds))
