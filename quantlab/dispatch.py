@@ -67,6 +67,22 @@ def training_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return chunk_scan, conv_silu
 
 
+def cast_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hand out the casts that write and read stored codes on a GPU.
+
+    Returns:
+        `encode` and `decode` of `quantlab_kernels.casts` and `decoders`: the stored form of what
+        `quantlab.formats.encode` and `decode` do, bit for bit.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("casting on a GPU", "quantlab.formats casts without"):
+        from quantlab_kernels.casts import encode
+        from quantlab_kernels.decoders import decode
+    return encode, decode
+
+
 @contextmanager
 def _triton(what: str, instead: str) -> Iterator[None]:
     """Explain an import of kernels that fails for want of Triton."""

@@ -31,6 +31,7 @@ COMMANDS = {
     "cast": ("cast", "Quantize a tensor and say what it loses."),
     "check": ("check", "Test that a model's recurrence is run right here."),
     "ls": ("ls", "List formats, models, suites, policies or data."),
+    "bench": ("bench", "Measure kernels and engine on a GPU, compare with targets."),
     "zoo": ("zoo", "The embedded models: list and train."),
 }
 INTERRUPTED = 130
