@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from quantlab.engine.attention import lower_right
-from quantlab.engine.precision import full_fp32
 from quantlab.engine.sampling import Sampling, choose, gumbel, scores, stream_id
 from quantlab.engine.slots import Slots
+from quantlab.models.precision import full_fp32
 from quantlab.recurrence import exact_scan
 from quantlab.replay import Policy
 from quantlab.replay.rowwise import DIVERGED, RowwiseCache
@@ -196,9 +196,9 @@ class GenerationRun:
                 on_step()
 
     @property
-    def generating(self) -> int:
-        """Rows in use."""
-        return len(self._going)
+    def under_way(self) -> float:
+        """What the rows in use have done, in generations of full budget."""
+        return sum(len(going.tokens) for going in self._going.values()) / self.budget
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that later steps depend on, between two steps (see `run`)."""

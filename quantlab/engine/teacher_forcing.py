@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantlab.engine.attention import lower_right
 from quantlab.engine.planner import ENGINES, Engine
-from quantlab.engine.precision import full_fp32
+from quantlab.models.precision import full_fp32
 from quantlab.replay import Policy, parse_policy
 from quantlab.replay.seeded import by_seed
 

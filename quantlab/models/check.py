@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from quantlab.models.check_report import CheckReport, CheckRow
 from quantlab.models.dispatch import OpCall, counted, replaced
 from quantlab.models.load import load_model, quiet_transformers
 from quantlab.models.loaded import LoadedModel
+from quantlab.models.precision import full_fp32
 from quantlab.recurrence.sequence import exact_scan
 
 ROWS = 2
@@ -31,19 +31,6 @@ HISTORY_BOUND = 1e-4
 # A lost history must move the logits by this many bounds, or the check could not see it.
 POWER = 4.0
 _CHUNK = 64
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Switch TF32 off: it rounds activations to 10 fraction bits, far above these bounds."""
-    matmul = torch.backends.cuda.matmul.allow_tf32
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-        torch.backends.cudnn.allow_tf32 = cudnn
 
 
 def exact_op(call: OpCall) -> tuple[Tensor, Tensor]:
@@ -154,7 +141,7 @@ def check_model(m: LoadedModel, *, seed: int = 0) -> CheckReport:
     generator = torch.Generator().manual_seed(seed)
     length = PREFILL + STEPS_EACH * max(STEP_SIZES)
     tokens = torch.randint(0, m.vocab_size, (ROWS, length), generator=generator).to(m.device)
-    with torch.inference_mode(), quiet_transformers(), _exact_products():
+    with torch.inference_mode(), quiet_transformers(), full_fp32():
         rows = tuple(_checks(m, tokens))
     return CheckReport(model=str(m.identity.get("name", m.family.model_type)), rows=rows)
 

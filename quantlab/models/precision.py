@@ -1,4 +1,4 @@
-"""Full FP32 products while a study runs: TF32 would round activations to 10 fraction bits."""
+"""Full FP32 products while a model is studied or checked: TF32 keeps 10 fraction bits."""
 
 from __future__ import annotations
 
