@@ -83,6 +83,18 @@ def cast_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return encode, decode
 
 
+def cast_launch() -> type[Any]:
+    """Hand out the launch parameters of `cast_kernels`, for sweeps; no bit depends on them.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("casting on a GPU", "quantlab.formats casts without"):
+        from quantlab_kernels.casts import TileLaunch
+    launch: type[Any] = TileLaunch
+    return launch
+
+
 @contextmanager
 def _triton(what: str, instead: str) -> Iterator[None]:
     """Explain an import of kernels that fails for want of Triton."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantlab.bench.measure import Bench, Row, Timing
-from quantlab.dispatch import cast_kernels
+from quantlab.dispatch import cast_kernels, cast_launch
 from quantlab.formats import Format, decode, encode, parse_format
 from quantlab.formats.philox import sr_words
 from quantlab.formats.stored import StoredStates, bytes_moved
@@ -116,16 +116,15 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 def sweep_rows(bench: Bench, x: Tensor, streams: Tensor, fmt: Format, copy: float) -> Iterator[Row]:
     """Measure other launches of a cast; a launch changes no bit, so only the first is checked."""
-    from quantlab_kernels.casts import TileLaunch
-
     cast, _ = cast_kernels()
+    launch_of = cast_launch()
     if fmt.element.name == "float4_e2m1fn":
         launches = [
-            TileLaunch(state_warps=w, state_registers=r)
+            launch_of(state_warps=w, state_registers=r)
             for w, r in ((4, 255), (8, 255), (8, 168), (16, 128), (16, 80), (16, 64))
         ]
     else:
-        launches = [TileLaunch(elements=n, warps=w) for n in (1024, 2048, 4096) for w in (2, 4, 8)]
+        launches = [launch_of(elements=n, warps=w) for n in (1024, 2048, 4096) for w in (2, 4, 8)]
     for launch in launches:
 
         def call(launch: Any = launch) -> StoredStates:
