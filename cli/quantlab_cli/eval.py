@@ -39,7 +39,7 @@ ROWS = {"cpu": 32, "cuda": 256}
     help=f"Repeatable.  [default: {', '.join(DEFAULT_POLICIES)}]",
 )
 @click.option("--window", type=SIZE, default=16, show_default=True, help="Where no L=… is said.")
-@click.option("--limit", "-L", type=SIZE, help="Questions of a task.  [default: 8; benchmarks all]")
+@click.option("--limit", "-L", type=SIZE, help="Questions of a task.  [default: 6; benchmarks all]")
 @click.option("--repetitions", type=SIZE, help="Draws of each question.  [default: the task's]")
 @click.option("--budget", type=SIZE, help="Output tokens.  [default: 1,024; benchmarks their own]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the paper's, or 1]")
@@ -139,7 +139,7 @@ def make_spec(**options: Any) -> EvalSpec:
             "--task: a public benchmark has a budget and repetitions of its own; run it alone"
         )
     protocol = {"temperature": 1.0, "top_p": 0.95} | paper_sampling(options["model"])
-    protocol |= {"budget": 1024, "repetitions": 1, "limit": 8}
+    protocol |= {"budget": 1024, "repetitions": 1, "limit": 6}
     if public:
         protocol |= {"budget": public[0].budget, "repetitions": public[0].repetitions}
         protocol.pop("limit")

@@ -331,7 +331,7 @@ def _generate(
 
     def stepped() -> None:
         nonlocal due
-        progress.advance(done)
+        progress.advance(int(done + run.under_way))
         if time.monotonic() < due:
             return
         from quantlab.study.batch import _save

@@ -56,7 +56,7 @@ class EvalSpec:
     model: str
     policies: tuple[Policy, ...]
     tasks: tuple[str, ...] = ("chain",)
-    limit: int | None = 8
+    limit: int | None = 6
     repetitions: int = 1
     budget: int = 1024
     seed: int = 0

@@ -83,7 +83,7 @@ def test_missing_data_is_named(monkeypatch, capsys, tmp_path):
 
 def test_defaults_follow_the_protocol():
     spec = make_spec(**OPTIONS)
-    assert (spec.tasks, spec.limit, spec.budget, spec.repetitions) == (("chain",), 8, 1024, 1)
+    assert (spec.tasks, spec.limit, spec.budget, spec.repetitions) == (("chain",), 6, 1024, 1)
     assert [p.short for p in spec.policies] == ["shared nvfp4-sr", "nvfp4 / fp16-sr"]
     qwen = make_spec(**OPTIONS | {"model": "qwen3.5-4b", "tasks": ("gpqa-diamond",)})
     assert (qwen.limit, qwen.repetitions, qwen.budget) == (None, 3, 32768)
