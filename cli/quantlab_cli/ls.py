@@ -79,12 +79,22 @@ def _data() -> Listing:
     ]
 
 
+def _tasks() -> Listing:
+    from quantlab.data.benchmarks.benchmark import BENCHMARKS, load_benchmark
+    from quantlab.data.tasks import TASKS
+
+    listed = [{"name": t.name, "about": f"embedded: {t.summary}"} for t in TASKS.values()]
+    public = [load_benchmark(name) for name in BENCHMARKS]
+    return [*listed, *({"name": b.name, "about": f"{b.summary}; {b.licence}"} for b in public)]
+
+
 LISTINGS: dict[str, Callable[[], Listing]] = {
     "formats": _formats,
     "models": _models,
     "suites": _suites,
     "policies": _policies,
     "data": _data,
+    "tasks": _tasks,
 }
 
 
@@ -110,7 +120,7 @@ NOTES: dict[str, Callable[[], str]] = {"formats": _more_formats}
 @click.argument("what", type=Choice(list(LISTINGS)))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 def ls(what: str, as_json: bool) -> None:
-    """List formats, models, suites, policies or data."""
+    """List formats, models, suites, policies, data or tasks."""
     listed = LISTINGS[what]()
     if as_json:
         echo_json(listed)
