@@ -1,4 +1,4 @@
-"""Write README.md of this folder from the rows of its runs: `python reports/kl-131072/summarise.py`."""
+"""Write this folder's README.md from the rows of its runs: `python …/summarise.py`."""
 
 from __future__ import annotations
 
