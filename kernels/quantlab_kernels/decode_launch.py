@@ -77,17 +77,18 @@ def step_launch(
         per_channel: decay per key channel.
     """
     group = heads // key_heads
-    if fmt in ("fp32", "fp16", "bf16"):
-        # 16 KB of FP32 or 8 KB of FP16 a tile, two tiles a program, four programs: 64 KB or more
-        # in flight
-        block_v = min(32, _power(dv))
-        width = min(dk, 32 if fmt == "fp32" else 64)
-        walk, warps = 1, 4
+    warps, per_sm, registers = 4, 3, 168
+    if fmt == "fp32":
+        # 16 KB a tile, one or two of them on their way in each of three programs: 48 to 96 KB
+        block_v, width, walk = min(32, _power(dv)), min(dk, 32), 1
+    elif fmt in ("fp16", "bf16"):
+        # the same bytes take twice the rows: as many registers a lane, in twice the lanes
+        block_v, width, walk = min(64, _power(dv)), min(dk, 64), 1
+        warps, per_sm, registers = 8, 2, 128
     else:
         # a whole head is 16 or 9 KB: walk several, so that the keys are met once for all
         block_v = min(128 if fmt == "nvfp4" else 64, _power(dv))
-        width, warps = dk, 4
-        walk = min(group, 4)
+        width, walk = dk, min(group, 4)
     if block_v > dv and dv >= 16:
         block_v //= 2
     if per_channel:
@@ -99,7 +100,6 @@ def step_launch(
         walk, splits = 1, tiles
     while group % walk:
         walk -= 1
-    registers, per_sm = (128, 4) if fmt in ("fp32", "fp16", "bf16") else (168, 3)
     return StepLaunch(
         block_v=max(1, block_v),
         heads=walk,

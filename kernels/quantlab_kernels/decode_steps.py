@@ -7,8 +7,9 @@ One pass over the read copy serves S q and S k. With decays per key channel, q a
 before they meet S, and g_j sits inside the products with the records' keys.
 
 How it runs: a program walks items (row, key head, part of its value heads) and, inside, tiles of
-BLOCK_V state rows. Before it works on a tile it has issued the loads of the next one: the state's
-codes, the records of corrections behind them and the value. They depend on the plan's line alone.
+BLOCK_V state rows. Before it works on a tile, or on the keys of a new item, it has issued the loads
+of the next tile: the state's codes, the records behind them and the value. They depend on the
+plan's line alone.
 Decays are cumulated from the newest record back, so that no difference of logs is taken.
 
 Rounding points: the token's k, v and u are rounded to their records as they are appended; the step
@@ -60,17 +61,16 @@ def store_record(ptrs, x, mask, RECORD: tl.constexpr):
 
 @triton.jit
 def _fetch(
+    tile,
+    n_tiles,
     codes_ptr,
     scales_ptr,
     state_scale_ptr,
     written_ptr,
     v_ptr,
-    slot,
-    row,
-    count,
-    head,
-    first,
-    live,
+    lines_ptr,
+    n_rows,
+    per_row,
     heads,
     dv,
     slot_states,
@@ -82,8 +82,25 @@ def _fetch(
     BLOCK_L: tl.constexpr,
     DK: tl.constexpr,
     WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Issue all loads of one tile that are large: state rows, records behind them, the value."""
+    """Issue the large loads of this program's tile number `tile`: state rows, records, the value.
+
+    Nothing is read beyond its last tile.
+    """
+    live = tile < n_tiles
+    tile = tl.where(live, tile, 0)
+    item = tl.program_id(0) + tile // (HEADS * BLOCKS) * tl.num_programs(0)
+    local = tile % (HEADS * BLOCKS)
+    line = item // per_row
+    within = item - line * per_row
+    row = tl.load(lines_ptr + ROW * n_rows + line)
+    slot = tl.load(lines_ptr + SLOT * n_rows + line)
+    count = tl.load(lines_ptr + COUNT * n_rows + line)
+    head = within // SPLITS * HEADS + local // BLOCKS
+    first = (within % SPLITS * BLOCKS + local % BLOCKS) * BLOCK_V
     rows_left = tl.where(live, dv - first, 0)
     state = slot.to(tl.int64) * slot_states + head
     codes, scales, state_scale = fetch_tile(
@@ -114,40 +131,67 @@ def _fetch(
 
 
 @triton.jit
-def _decays_per_head(
-    log_ptr, log_now, slot, count, head, slot_logs, L: tl.constexpr, BLOCK_L: tl.constexpr
-):
-    """Form the decay since each record, by age, [BLOCK_L], and since the checkpoint."""
-    age = tl.arange(0, BLOCK_L)
-    base = slot.to(tl.int64) * slot_logs + head * (L - 1) + count - age
-    later = tl.load(log_ptr + base, mask=(age > 0) & (age <= count), other=0.0)
-    since = tl.cumsum(tl.where(age == 0, log_now, later), axis=0)
-    whole = tl.sum(tl.where(age == count, since, 0.0), axis=0)
-    return tl.exp(since), tl.exp(whole)
-
-
-@triton.jit
-def _decays_per_channel(
+def _fetch_head(
     log_ptr,
-    log_now,
+    log_records_ptr,
+    strength_ptr,
+    strength_records_ptr,
     slot,
+    row,
     count,
     head,
     heads,
     slot_records,
+    slot_logs,
+    stride_log_row,
+    stride_log_head,
+    stride_strength_row,
+    stride_strength_head,
+    L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     DK: tl.constexpr,
+    DELTA: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    HAS_DT: tl.constexpr,
 ):
-    """Form the same per key channel: [BLOCK_L, DK] and [DK]."""
-    age = tl.arange(0, BLOCK_L)[:, None]
-    channel = tl.arange(0, DK)[None, :]
-    record = slot.to(tl.int64) * slot_records + count - age
-    later = tl.load(
-        log_ptr + (record * heads + head) * DK + channel,
-        mask=(age > 0) & (age <= count) & (channel < DK),
-        other=0.0,
-    )
-    since = tl.cumsum(tl.where(age == 0, log_now[None, :], later), axis=0)
+    """Issue the small loads of a head: log decays and strengths, the token's and the records'.
+
+    Returns:
+        log decay of the token, log decays [BLOCK_L] (or [BLOCK_L, DK]) of what came after each
+        record, by age, but for the token's; strength of the token; step sizes by age, [BLOCK_L].
+    """
+    age = tl.arange(0, BLOCK_L)
+    after = (age > 0) & (age <= count)
+    log_ptrs = log_ptr + row.to(tl.int64) * stride_log_row + head * stride_log_head
+    base = slot.to(tl.int64) * slot_logs + head * (L - 1) + count
+    if PER_CHANNEL:
+        channel = tl.arange(0, DK)
+        log_now = tl.load(log_ptrs + channel).to(tl.float32)
+        record = slot.to(tl.int64) * slot_records + count - age
+        place = (record[:, None] * heads + head) * DK + channel[None, :]
+        later = tl.load(log_records_ptr + place, mask=after[:, None], other=0.0)
+    else:
+        log_now = tl.load(log_ptrs).to(tl.float32)
+        later = tl.load(log_records_ptr + base - age, mask=after, other=0.0)
+    strength = 1.0
+    dts = 1.0
+    if DELTA or HAS_DT:
+        strength_ptrs = strength_ptr + row.to(tl.int64) * stride_strength_row
+        strength = tl.load(strength_ptrs + head * stride_strength_head).to(tl.float32)
+    if HAS_DT:
+        dts = tl.load(strength_records_ptr + base - 1 - age, mask=age < count, other=0.0)
+    return log_now, later, strength, dts
+
+
+@triton.jit
+def _decays(log_now, later, count, BLOCK_L: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """Form the decay since each record, by age, and since the checkpoint."""
+    age = tl.arange(0, BLOCK_L)
+    if PER_CHANNEL:
+        age = age[:, None]
+        since = tl.cumsum(tl.where(age == 0, log_now[None, :], later), axis=0)
+    else:
+        since = tl.cumsum(tl.where(age == 0, log_now, later), axis=0)
     whole = tl.sum(tl.where(age == count, since, 0.0), axis=0)
     return tl.exp(since), tl.exp(whole)
 
@@ -220,26 +264,19 @@ def replay_step_kernel(
     age = tl.arange(0, BLOCK_L)
     channel = tl.arange(0, DK)
     value = tl.arange(0, BLOCK_V)
+    n_tiles = (n_items - item + stride - 1) // stride * (HEADS * BLOCKS)
     if item < n_items:
-        line = item // per_row
-        row = tl.load(lines_ptr + ROW * n_rows + line)
-        slot = tl.load(lines_ptr + SLOT * n_rows + line)
-        count = tl.load(lines_ptr + COUNT * n_rows + line)
-        within = item - line * per_row
-        head = within // SPLITS * HEADS
-        first = (within % SPLITS) * (BLOCKS * BLOCK_V)
         codes, scales, state_scale, written, v = _fetch(
+            0,
+            n_tiles,
             codes_ptr,
             scales_ptr,
             state_scale_ptr,
             written_ptr,
             v_ptr,
-            slot,
-            row,
-            count,
-            head,
-            first,
-            True,
+            lines_ptr,
+            n_rows,
+            per_row,
             heads,
             dv,
             slot_states,
@@ -251,7 +288,37 @@ def replay_step_kernel(
             BLOCK_L,
             DK,
             WIDTH,
+            HEADS,
+            BLOCKS,
+            SPLITS,
         )
+        next_codes, next_scales, next_state_scale, next_written, next_v = _fetch(
+            1,
+            n_tiles,
+            codes_ptr,
+            scales_ptr,
+            state_scale_ptr,
+            written_ptr,
+            v_ptr,
+            lines_ptr,
+            n_rows,
+            per_row,
+            heads,
+            dv,
+            slot_states,
+            slot_records,
+            stride_v_row,
+            stride_v_head,
+            FORMAT,
+            BLOCK_V,
+            BLOCK_L,
+            DK,
+            WIDTH,
+            HEADS,
+            BLOCKS,
+            SPLITS,
+        )
+        tile = 2  # the next to be fetched
         while item < n_items:
             line = item // per_row
             row = tl.load(lines_ptr + ROW * n_rows + line)
@@ -262,16 +329,29 @@ def replay_step_kernel(
             first0 = (within % SPLITS) * (BLOCKS * BLOCK_V)
             key_head = head0 // HEADS_PER_KEY
 
-            following = item + stride
-            more = following < n_items
-            line = tl.where(more, following, item) // per_row
-            next_row = tl.load(lines_ptr + ROW * n_rows + line)
-            next_slot = tl.load(lines_ptr + SLOT * n_rows + line)
-            next_count = tl.load(lines_ptr + COUNT * n_rows + line)
-            within = following - line * per_row
-            next_head0 = within // SPLITS * HEADS
-            next_first0 = (within % SPLITS) * (BLOCKS * BLOCK_V)
-
+            next_log, next_later, next_strength, next_dts = _fetch_head(
+                log_ptr,
+                log_records_ptr,
+                strength_ptr,
+                strength_records_ptr,
+                slot,
+                row,
+                count,
+                head0,
+                heads,
+                slot_records,
+                slot_logs,
+                stride_log_row,
+                stride_log_head,
+                stride_strength_row,
+                stride_strength_head,
+                L,
+                BLOCK_L,
+                DK,
+                DELTA,
+                PER_CHANNEL,
+                HAS_DT,
+            )
             row64 = row.to(tl.int64)
             q = tl.load(q_ptr + row64 * stride_q_row + key_head * stride_q_head + channel)
             k = tl.load(k_ptr + row64 * stride_k_row + key_head * stride_k_head + channel)
@@ -292,85 +372,59 @@ def replay_step_kernel(
 
             for part in range(0, HEADS):
                 head = head0 + part
-                log_now_ptrs = log_ptr + row64 * stride_log_row + head * stride_log_head
+                log_now = next_log
+                strength = next_strength
+                since, whole = _decays(log_now, next_later, count, BLOCK_L, PER_CHANNEL)
                 if PER_CHANNEL:
-                    log_now = tl.load(log_now_ptrs + channel).to(tl.float32)
-                    since, whole = _decays_per_channel(
-                        log_records_ptr,
-                        log_now,
-                        slot,
-                        count,
-                        head,
-                        heads,
-                        slot_records,
-                        BLOCK_L,
-                        DK,
-                    )
                     decayed = keys * since
                     weight_q = tl.sum(decayed * q[None, :], axis=1)
                     weight_k = tl.sum(decayed * k[None, :], axis=1)
                     q_tile = as_multiplier(q * whole, FORMAT, DK, WIDTH)
                     k_tile = as_multiplier(k * whole, FORMAT, DK, WIDTH)
-                    if first0 == 0:
-                        log_place = (record * heads + head) * DK + channel
-                        tl.store(log_records_ptr + log_place, log_now)
                     decay = 1.0
                 else:
-                    log_now = tl.load(log_now_ptrs).to(tl.float32)
-                    since, decay = _decays_per_head(
-                        log_records_ptr, log_now, slot, count, head, slot_logs, L, BLOCK_L
-                    )
                     weight_q = met_q * since
                     weight_k = met_k * since
-                strength = 1.0
-                scalar = slot.to(tl.int64) * slot_logs + head * (L - 1) + count
-                if DELTA or HAS_DT:
-                    strength = tl.load(
-                        strength_ptr + row64 * stride_strength_row + head * stride_strength_head
-                    ).to(tl.float32)
+                    decay = whole
                 if HAS_DT:
-                    dts = tl.load(
-                        strength_records_ptr + scalar - 1 - age, mask=age < count, other=0.0
+                    weight_q *= next_dts
+                if HEADS > 1:
+                    following = tl.minimum(part + 1, HEADS - 1) + head0
+                    next_log, next_later, next_strength, next_dts = _fetch_head(
+                        log_ptr,
+                        log_records_ptr,
+                        strength_ptr,
+                        strength_records_ptr,
+                        slot,
+                        row,
+                        count,
+                        following,
+                        heads,
+                        slot_records,
+                        slot_logs,
+                        stride_log_row,
+                        stride_log_head,
+                        stride_strength_row,
+                        stride_strength_head,
+                        L,
+                        BLOCK_L,
+                        DK,
+                        DELTA,
+                        PER_CHANNEL,
+                        HAS_DT,
                     )
-                    weight_q *= dts
+                scalar = slot.to(tl.int64) * slot_logs + head * (L - 1) + count
                 if first0 == 0:
-                    if not PER_CHANNEL:
+                    if PER_CHANNEL:
+                        log_place = (record * heads + head) * DK + channel
+                        tl.store(log_records_ptr + log_place, log_now)
+                    else:
                         tl.store(log_records_ptr + scalar, log_now)
                     if HAS_DT or (DELTA and KEEP_V):
                         tl.store(strength_records_ptr + scalar, strength)
 
                 for block in range(0, BLOCKS):
                     first = first0 + block * BLOCK_V
-                    last_block = block == BLOCKS - 1
-                    last = last_block & (part == HEADS - 1)
-                    next_head = tl.where(last, next_head0, tl.where(last_block, head + 1, head))
-                    next_first = tl.where(
-                        last, next_first0, tl.where(last_block, first0, first + BLOCK_V)
-                    )
-                    next_codes, next_scales, next_state_scale, next_written, next_v = _fetch(
-                        codes_ptr,
-                        scales_ptr,
-                        state_scale_ptr,
-                        written_ptr,
-                        v_ptr,
-                        tl.where(last, next_slot, slot),
-                        tl.where(last, next_row, row),
-                        tl.where(last, next_count, count),
-                        next_head,
-                        next_first,
-                        more | (last == 0),
-                        heads,
-                        dv,
-                        slot_states,
-                        slot_records,
-                        stride_v_row,
-                        stride_v_head,
-                        FORMAT,
-                        BLOCK_V,
-                        BLOCK_L,
-                        DK,
-                        WIDTH,
-                    )
                     in_v = first + value < dv
                     past = record_value(written, WRITTEN_RECORD)
                     o = decay * tile_product(codes, scales, state_scale, q_tile, FORMAT)
@@ -401,4 +455,31 @@ def replay_step_kernel(
                     state_scale = next_state_scale
                     written = next_written
                     v = next_v
-            item = following
+                    next_codes, next_scales, next_state_scale, next_written, next_v = _fetch(
+                        tile,
+                        n_tiles,
+                        codes_ptr,
+                        scales_ptr,
+                        state_scale_ptr,
+                        written_ptr,
+                        v_ptr,
+                        lines_ptr,
+                        n_rows,
+                        per_row,
+                        heads,
+                        dv,
+                        slot_states,
+                        slot_records,
+                        stride_v_row,
+                        stride_v_head,
+                        FORMAT,
+                        BLOCK_V,
+                        BLOCK_L,
+                        DK,
+                        WIDTH,
+                        HEADS,
+                        BLOCKS,
+                        SPLITS,
+                    )
+                    tile += 1
+            item += stride
