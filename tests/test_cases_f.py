@@ -18,6 +18,7 @@ from quantlab.analysis.theory import (
     dense_error,
     deviation,
     isotropic_transition,
+    moved_error,
 )
 
 SIGMAS = 4
@@ -99,6 +100,24 @@ def test_C6_a_delta_rule_stays_below_the_bound_and_at_the_isotropic_form():
     slow = scalar_sample(decay=0.999, window=16, rounding="sr", writes=250)
     variance, variance_error = slow.variance()
     assert abs(variance - bound / 6) < SIGMAS * variance_error
+
+
+def test_C6_a_state_stored_a_step_ago_has_less_to_round():
+    """Slow moves: stores per step err less each, so fewer stores gain less than their number."""
+    decay, drive = 0.9999, 0.01  # a step moves by a tenth of the grid
+    variances = {}
+    for window, writes in ((1, 600), (16, 60)):
+        sample = scalar_sample(
+            decay=decay, window=window, rounding="sr", writes=writes, drive=drive
+        )
+        squares = sample.write.square()
+        spread = math.sqrt(drive * window)  # what (1 − α) x adds is below a hundredth of it
+        expected = moved_error(spread).variance
+        error = float(squares.std()) / math.sqrt(squares.numel())
+        assert abs(float(squares.mean()) - expected) < SIGMAS * error
+        variances[window] = expected
+    assert variances[1] < 0.45 * dense_error("sr").variance
+    assert variances[16] > 0.95 * dense_error("sr").variance
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def scalar_sample(
     writes: int = 40,
     elements: int = 4096,
     constant: float | None = None,
+    drive: float = DRIVE,
     seed: int = 0,
 ) -> Sample:
     """Run x' = α x + u and compare its rounded with its exact course.
@@ -90,6 +91,7 @@ def scalar_sample(
         writes: stores after the exact start.
         elements: independent ones.
         constant: u everywhere and always, from x = 0; None for Gaussian u.
+        drive: variance of Gaussian u.
         seed: of u and of the rounding.
     """
     heads = 8
@@ -98,7 +100,7 @@ def scalar_sample(
     generator = torch.Generator().manual_seed(seed)
     shape = (1, steps, heads, dv)
     if constant is None:
-        u = math.sqrt(DRIVE) * torch.randn(shape, generator=generator, dtype=torch.float64)
+        u = math.sqrt(drive) * torch.randn(shape, generator=generator, dtype=torch.float64)
     else:
         u = torch.full(shape, constant, dtype=torch.float64)
     start = torch.zeros(1, heads, dv, 1, dtype=torch.float64)

@@ -13,6 +13,7 @@ from quantlab.analysis.theory import (
     deviation,
     half_life,
     isotropic_transition,
+    moved_error,
     predicted_fall,
     stochastic_error,
     window_mean_square,
@@ -85,6 +86,19 @@ def test_biased_errors_fall_between_once_and_twice_the_number_of_writes():
         )
         assert least * (1 - 1e-9) <= fall <= most * (1 + 1e-9)
     assert fall == pytest.approx(most, rel=1e-3)
+
+
+@pytest.mark.parametrize("spread", [0.001, 0.05, 0.0999, 0.1001, 0.3, 1.0, 5.0])
+def test_error_of_a_value_that_has_moved(spread):
+    # by quadrature over the move, in units of a step of 2
+    x = np.linspace(-8, 8, 2_000_001) * spread
+    density = np.exp(-0.5 * (x / spread) ** 2)
+    p = x / 2 - np.floor(x / 2)
+    expected = 4 * (p * (1 - p) * density).sum() / density.sum()
+    assert moved_error(spread, 2.0).variance == pytest.approx(expected, rel=1e-4)
+    assert moved_error(5.0).variance == pytest.approx(dense_error("sr").variance)
+    with pytest.raises(ValueError, match="not negative"):
+        moved_error(-1.0)
 
 
 def test_small_pieces():
