@@ -150,7 +150,7 @@ KINDS = ("mamba2", "gdn", "kda")
         ("mamba2", "nvfp4 / fp16-sr L=3"),
         ("kda", "nvfp4 / fp16-sr L=3"),
         ("gdn", "fp8 / fp32 L=3"),
-        ("gdn", "bf16 / nvfp4-sr L=2"),
+        ("gdn", "bf16-sr / nvfp4-sr L=2"),
         ("kda", "fp16 / fp8-sr L=3 corrections=fold"),
         ("gdn", "shared:fp32 L=3 corrections=fold"),
     ],
