@@ -83,6 +83,7 @@ def round_size(m, x, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.conste
         # 2**32 / quantum: its exponent field is 254 + 32 less the quantum's (in steps, for int32)
         field = ((MAN + 159) << 23) - exponent + (127 << 23)
         position = rest * field.to(tl.float32, bitcast=True)
+        # a normal number or 0, so it is no matter that floor flushes subnormal ones on the GPU;
         # negative where the complement is due; its floor is then larger in magnitude, as it must be
         # where it has a fraction (rest > 0, so y < 0)
         turned = position.to(tl.int32, bitcast=True) ^ (x.to(tl.int32, bitcast=True) & SIGN_BIT)

@@ -134,7 +134,8 @@ def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
     """
     # a scale that underflowed makes a zero block
     inverse = tl.where(used == 0.0, 0.0, reciprocal(used))
-    # NaN in poisoned blocks, and the least of NaN and a limit is the limit
+    # NaN in poisoned blocks, and the least of NaN and a limit is the limit (on GPUs and under the
+    # interpreter, but for that of Triton 3.6)
     m = tl.abs(divide(blocks, inverse[:, None]))
     good = used == used
     if FORMAT == "nvfp4":
