@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantlab.analysis.growing import Growing
 from quantlab.analysis.ranges import RANGE_COUNTS, range_counts
 from quantlab.analysis.shadow import Gains, in_double, nothing_written
 from quantlab.recurrence import OpInputs, exact_scan
@@ -34,8 +35,8 @@ class Observations:
 
     Attributes:
         positions: tokens since the prompt at each observation.
-        series: name → one tensor an observation, [rows, H]; see `SERIES`.
-        ranges: name → one tensor an observation, int64 [rows]; see `ranges.RANGE_COUNTS`.
+        series: name → [observations, rows, H]; see `SERIES`.
+        ranges: name → int64 [observations, rows]; see `ranges.RANGE_COUNTS`.
         write_sum: [rows, H, dv, dk] sum of e over the observations, element by element.
         write_square: likewise of e².
         state_by_key: [rows, H, dk] sum over observations of the state's mean square over dv.
@@ -48,8 +49,8 @@ class Observations:
     """
 
     positions: list[int] = field(default_factory=list)
-    series: dict[str, list[Tensor]] = field(default_factory=dict)
-    ranges: dict[str, list[Tensor]] = field(default_factory=dict)
+    series: dict[str, Growing] = field(default_factory=dict)
+    ranges: dict[str, Growing] = field(default_factory=dict)
     write_sum: Tensor
     write_square: Tensor
     state_by_key: Tensor
@@ -250,7 +251,7 @@ class ObservedScan:
             "oracle": (self._oracle if piece.is_delta else self._probe).square().mean((-2, -1)),
         }
         for name in SERIES:
-            seen.series.setdefault(name, []).append(values[name])
+            seen.series.setdefault(name, Growing()).append(values[name])
         seen.positions.append(self.position)
         seen.write_sum += write.float()
         seen.write_square += write.square().float()
@@ -266,7 +267,7 @@ class ObservedScan:
             position=self.position,
         )
         for name in RANGE_COUNTS:
-            seen.ranges.setdefault(name, []).append(counts[name])
+            seen.ranges.setdefault(name, Growing()).append(counts[name])
 
     def _from_reference(self, stored: Tensor) -> Tensor:
         if self.reference is None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 
 from quantlab.analysis.observer import SERIES, Observations, ObservedScan
 from quantlab.analysis.ranges import RANGE_COUNTS
@@ -108,7 +107,7 @@ def profile(
         seen = scan.seen
         if seen is None or not seen.positions:
             raise ValueError("nothing was observed: the run is shorter than the stride")
-        series = {name: torch.stack(x).cpu().numpy() for name, x in seen.series.items()}
+        series = {name: x.tensor().cpu().numpy() for name, x in seen.series.items()}
         keys = (names, stream, layer)
         heads = _heads(seen, series, policies)
         found["series"].append(_series(series, seen.positions, keys))
@@ -128,7 +127,7 @@ def _series(series: dict[str, Array], positions: list[int], keys: Any) -> pa.Tab
 
 
 def _ranges(scan: ObservedScan, seen: Observations, keys: Any) -> pa.Table:
-    counts = {name: torch.stack(x).cpu().numpy().T for name, x in seen.ranges.items()}
+    counts = {name: x.tensor().cpu().numpy().T for name, x in seen.ranges.items()}
     _, heads, dv, dk = seen.write_sum.shape
     counts["elements"] = np.full_like(counts["clipped"], heads * dv * dk)
     table = _table(RANGE_SCHEMA, counts, keys, ("position",))

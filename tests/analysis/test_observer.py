@@ -40,7 +40,7 @@ def run(kind, cuts=(40,), stride=8, reference=0):
 
 
 def series(scan, name):
-    return torch.stack(scan.seen.series[name])
+    return scan.seen.series[name].tensor()
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
@@ -57,7 +57,7 @@ def test_outputs_are_the_scans_own_and_cuts_do_not_matter(kind):
     for name in SERIES:
         assert torch.allclose(series(scan, name), series(other, name), rtol=1e-8, atol=1e-14), name
     for name, counts in scan.seen.ranges.items():
-        assert torch.equal(torch.stack(counts), torch.stack(other.seen.ranges[name])), name
+        assert torch.equal(counts.tensor(), other.seen.ranges[name].tensor()), name
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
@@ -158,7 +158,7 @@ def test_contraction_of_a_delta_rule_lowers_the_prediction():
 
 def test_ranges_are_counted_of_what_is_stored():
     _, scan, _ = run("gdn")
-    counts = {name: torch.stack(x)[-1] for name, x in scan.seen.ranges.items()}
+    counts = {name: x.tensor()[-1] for name, x in scan.seen.ranges.items()}
     stored = scan.state()
     # FP8 and INT6 per row: what was flushed is zero in the store, and nothing else is
     for rows in (slice(2, 4), slice(4, 6), slice(6, 8)):

@@ -44,11 +44,11 @@ def test_tables_hold_what_was_seen(kind):
         if (r["layer"], r["policy"], r["head"], r["position"]) == (1, str(POLICIES[1]), 2, 24)
     )  # fmt: skip
     assert row["stream"] == 3
-    assert row["deviation"] == float(scans[1].seen.series["deviation"][2][1, 2])
+    assert row["deviation"] == float(scans[1].seen.series["deviation"].tensor()[2, 1, 2])
     heads = {(r["layer"], r["policy"], r["head"]): r for r in tables["heads"].to_pylist()}
     head = heads[1, str(POLICIES[2]), 3]
     seen = scans[1].seen
-    stacked = {name: torch.stack(x)[:, 2, 3] for name, x in seen.series.items()}
+    stacked = {name: x.tensor()[:, 2, 3] for name, x in seen.series.items()}
     assert head["deviation"] == pytest.approx(float(stacked["deviation"].mean()))
     relative = (stacked["deviation"] / stacked["state"]).mean()
     assert head["relative"] == pytest.approx(float(relative))
