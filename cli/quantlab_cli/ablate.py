@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantlab_cli.options import DRY_RUN, RUN, STUDY, with_options
+from quantlab_cli.options import DRY_RUN, RUN, STREAMS, STUDY, with_options
 from quantlab_cli.progress import Reporter
 from quantlab_cli.types import SIZE, echo_json
 
@@ -47,6 +47,7 @@ def ablate() -> None:
 
 @ablate.command()
 @with_options(STUDY)
+@with_options(STREAMS)
 @click.option(
     "--format",
     "formats",
@@ -77,6 +78,7 @@ def rounding(formats: tuple[str, ...], **options: Any) -> int:
 
 @ablate.command()
 @with_options(STUDY)
+@with_options(STREAMS)
 @click.option(
     "--policy",
     "policies",
@@ -109,6 +111,7 @@ def window(policies: tuple[str, ...], **options: Any) -> int:
 
 @ablate.command()
 @with_options(STUDY)
+@with_options(STREAMS)
 @click.option(
     "--policy",
     "policies",

@@ -23,13 +23,15 @@ STUDY = (
         show_default=True,
         help="Positions to measure to.",
     ),
-    click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
     click.option("--data", help="books, pg19, or a .txt, .jsonl or folder.  [default: by model]"),
     click.option("--prompt", type=SIZE, default=DEFAULT_PROMPT, show_default=True),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
     click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations."),
     click.option("--batch-rows", type=SIZE, help="Rows in a batch.  [default: what memory allows]"),
     click.option("--segment", type=SIZE, help="Tokens of a row in one forward."),
+)
+STREAMS = (
+    click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
 )
 RUN = (
     click.option("--out", "-o", type=click.Path(path_type=Path), help="Run directory."),
@@ -39,9 +41,10 @@ RUN = (
     click.option("--markdown", is_flag=True, help="The tables in Markdown."),
     click.option("--quiet", "-q", is_flag=True, help="No progress."),
 )
-DRY_RUN = (
-    click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long."),
+DRY_STREAMS = (
+    click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
 )
+RUN = (click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long."),)
 
 
 def with_options(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:

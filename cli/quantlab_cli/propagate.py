@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @with_options(STUDY)
+@click.option("--streams", type=SIZE, default=2, show_default=True, help="Token streams.")
 @click.option(
     "--policy",
     "policies",

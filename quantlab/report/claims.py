@@ -106,9 +106,9 @@ def _crossing(e: Evidence) -> Finding | None:
     if not rows:
         return _untested("no run")
     last = rows[-1]
-    if last["n"] < 16_384:
-        return _untested(f"ratio {number(last['ratio'])} at {short_length(last['n'])}, the last N")
     crossed = [r["n"] for r in rows if r["ratio"] > 1 or r["rtn_diverged"]]
+    if not crossed and last["n"] < 16_384:
+        return _untested(f"ratio {number(last['ratio'])} at {short_length(last['n'])}, the last N")
     text = f"first above one at {short_length(crossed[0])}" if crossed else "never above one"
     return Finding(ours=text, verdict=_verdict(bool(crossed) and crossed[0] <= 16_384))
 

@@ -37,7 +37,7 @@ class Shown:
         record: spec.json.
         summary: its comparison table.
         tables: that, laid out.
-        figures: PNG files.
+        figures: SVG files.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Shown:
 def write_digest(
     paths: Sequence[Path], out: Path, *, introduction: str, folding: Path | None = None
 ) -> Path:
-    """Write README.md, tables as CSV and figures as PNG of some runs.
+    """Write README.md, tables as CSV and figures as SVG of some runs.
 
     Args:
         paths: run directories of `quantlab ablate` and `quantlab propagate`; of several runs of a
@@ -77,11 +77,8 @@ def write_digest(
         count = sum(key == name or key.startswith(f"{name}-") for key in runs)
         runs[f"{name}-{count + 1}" if count else name] = run
     out.mkdir(parents=True, exist_ok=True)
-    parts = [
-        introduction.rstrip(),
-        "## Claims",
-        markdown(claims_table(_evidence(list(runs.values())))),
-    ]
+    claims = claims_table(_evidence(list(runs.values())))
+    parts = [introduction.rstrip(), "## Claims", markdown(claims, numeric=False)]
     for name, run in runs.items():
         title = TITLES.get(run.kind, "drift of stored states")
         sessions = _sessions(run)
@@ -116,7 +113,7 @@ def _load(path: Path) -> Shown:
             record=ablation.result.record,
             summary=ablation.table,
             tables=ablation_tables(ablation.kind, ablation.table),
-            figures=[f for f in write_ablation(ablation) if f.suffix == ".png"],
+            figures=[f for f in write_ablation(ablation) if f.suffix == ".svg"],
         )
     watched = load_propagation(path)
     return Shown(
@@ -126,7 +123,7 @@ def _load(path: Path) -> Shown:
         record=watched.record,
         summary=watched.summary,
         tables=propagation_tables(watched.summary),
-        figures=[f for f in write_propagation(watched) if f.suffix == ".png"],
+        figures=[f for f in write_propagation(watched) if f.suffix == ".svg"],
     )
 
 
@@ -160,8 +157,9 @@ def _facts(run: Shown, sessions: list[dict[str, Any]]) -> str:
     revision = "an installed package" if git is None else git["commit"][:7]
     dirty = " with changes" if git and git["dirty"] else ""
     seconds = sum(session.get("seconds", 0) for session in sessions)
+    count = len(run.record["data"]["streams"])
     return (
-        f"{len(run.record['data']['streams'])} streams of {Path(run.spec.data).name}, prompt "
+        f"{count} stream{'s' * (count != 1)} of {Path(run.spec.data).name}, prompt "
         f"{run.spec.prompt}, {run.record['model']['dtype']}; {seconds:,.0f} s on "
         f"{made['device']} at {revision}{dirty}."
     )

@@ -143,8 +143,11 @@ def markdown_table(summary: pa.Table) -> str:
     return markdown(make_table(summary))
 
 
-def markdown(table: Table) -> str:
-    """Lay a table out in Markdown, its note beneath."""
-    lines = [" | ".join(table.header), " | ".join(["---", *["---:"] * (len(table.header) - 1)])]
+def markdown(table: Table, *, numeric: bool = True) -> str:
+    """Lay a table out in Markdown, its note beneath; numeric columns are set to the right."""
+    lines = [
+        " | ".join(table.header),
+        " | ".join(["---", *["---:" if numeric else "---"] * (len(table.header) - 1)]),
+    ]
     lines += [" | ".join(row) for row in table.rows]
     return "\n".join([*(f"| {line} |" for line in lines), "", table.note])

@@ -55,8 +55,10 @@ def test_rounding_rules():
     found = verdicts(Evidence(model="m", is_delta=True, rounding=rows))
     assert find(found, "NVFP4: RTN gives") == ("0.5 (0.45 … 0.55) at 1K", "holds")
     assert find(found, "FP8: RTN gives")[1] == "does not hold"
-    assert find(found, "FP8: the ratio crosses") == (
-        "ratio 1.2 at 1K, the last N", "cannot be tested",
+    assert find(found, "FP8: the ratio crosses") == ("first above one at 1K", "holds")
+    below = verdicts(Evidence(model="m", is_delta=True, rounding=[rounding("fp8", 1024, 0.9)]))
+    assert find(below, "FP8: the ratio crosses") == (
+        "ratio 0.9 at 1K, the last N", "cannot be tested",
     )  # fmt: skip
     assert find(found, "GDN: RTN drives")[1] == "cannot be tested"
     assert find(found, "SR contributes") == (
@@ -148,7 +150,7 @@ def test_page_is_made_of_the_runs(runs, tmp_path, capsys):
     assert "saturates" in text and "float32; " in text
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {
-        "rounding-tiny-gdn.csv", "rounding-tiny-gdn-rounding.png", "propagation-tiny-gdn-heads.png",
+        "rounding-tiny-gdn.csv", "rounding-tiny-gdn-rounding.svg", "propagation-tiny-gdn-heads.svg",
         "folding.csv",
     }  # fmt: skip
     for name in names:
