@@ -41,10 +41,9 @@ RUN = (
     click.option("--markdown", is_flag=True, help="The tables in Markdown."),
     click.option("--quiet", "-q", is_flag=True, help="No progress."),
 )
-DRY_STREAMS = (
-    click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
+DRY_RUN = (
+    click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long."),
 )
-RUN = (click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long."),)
 
 
 def with_options(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
