@@ -215,12 +215,12 @@ def _control(e: Evidence) -> Finding | None:
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        text="NVFP4: RTN gives 0.40–0.51 of SR's KL at 1K",
+        text="NVFP4: RTN gives 0.40–0.51 of SR's KL at 1K (rule: at most 0.51)",
         source="E.4.5",
         judge=_short_ratio("nvfp4", 0.6),
     ),
     Claim(
-        text="FP8: RTN gives 0.59–1.05 of SR's KL at 1K",
+        text="FP8: RTN gives 0.59–1.05 of SR's KL at 1K (rule: at most 1.05)",
         source="E.4.5",
         judge=_short_ratio("fp8", 1.05),
     ),
