@@ -296,6 +296,3 @@ def finish(
         .configure_title(fontSize=15, subtitleFontSize=12, subtitleColor="#555555")
         .configure_view(stroke="#999999")
     )
-
-
-_finish = finish  # its former name, for what has not moved yet

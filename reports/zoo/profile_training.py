@@ -8,9 +8,11 @@ Compiles in parallel processes, then times one thing at a time. Prints tables.
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+SCRATCH = Path(tempfile.gettempdir()) / "quantlab-profile"
 ROUNDS = [
     # wy, states, output, dv, dstates, dqk, dwy as (warps, stages, block)
     [(4, 1, 0), (4, 2, 32), (4, 1, 0), (4, 1, 0), (4, 2, 32), (8, 1, 64), (8, 1, 0)],
@@ -174,7 +176,7 @@ def model(name, data, flags):
     begun = time.monotonic()
     books = corpus.load_corpus(Path(data))
     say(name, f"corpus {time.monotonic() - begun:.1f} s")
-    out = Path("/tmp/profile") / name
+    out = SCRATCH / "profile" / name
     budget = train.Budget(tokens=131_072)
     run = train.Run(ZOO[name], books, out, torch.device("cuda"), budget, begun=begun)
     run.loop()
@@ -225,7 +227,7 @@ def model(name, data, flags):
 def main():
     """Run everything in order."""
     data = sys.argv[1]
-    flags = Path("/tmp/flags")
+    flags = SCRATCH / "flags"
     flags.mkdir(exist_ok=True)
     me = [sys.executable, __file__]
     begun = time.monotonic()
@@ -247,8 +249,8 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/tmp/qlcache/inductor")
-    os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/qlcache/triton")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(SCRATCH / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(SCRATCH / "triton"))
     if len(sys.argv) == 2:
         main()
     elif sys.argv[2] == "check":
@@ -258,4 +260,4 @@ if __name__ == "__main__":
     elif sys.argv[2] == "times":
         kernel_times()
     else:
-        model(sys.argv[3], sys.argv[1], Path("/tmp/flags"))
+        model(sys.argv[3], sys.argv[1], SCRATCH / "flags")
