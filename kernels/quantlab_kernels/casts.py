@@ -264,6 +264,7 @@ def encode(
     kind = store_kind(fmt)
     if kind.name == "fp32":
         raise ValueError("float32 is what a state is computed in: there is nothing to cast")
+    check_codes(fmt, kind.name)
     check_tensor("x", x, torch.float32, 4)
     check_tensor("streams", streams, torch.int64, 1)
     rows, heads, dv, dk = x.shape
@@ -335,6 +336,18 @@ def empty_states(
             state_scale = torch.empty((rows, heads, 1, 1), dtype=torch.float32, device=device)
     codes = torch.empty((rows, heads, dv, width), dtype=code_type, device=device)
     return StoredStates(fmt=fmt, dk=dk, codes=codes, scales=scales, state_scale=state_scale)
+
+
+def check_codes(fmt: Format, name: str) -> None:
+    """Refuse a format whose codes have no layout here.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if name not in CODE_BITS:
+        raise ValueError(
+            f"the kernels have no codes of {fmt.short}; they have those of {', '.join(CODE_BITS)}"
+        )
 
 
 def check_tensor(name: str, x: Tensor, dtype: torch.dtype, ndim: int) -> None:

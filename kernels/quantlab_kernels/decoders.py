@@ -19,6 +19,7 @@ from quantlab_kernels.casts import (
     NEAREST_LAUNCH,
     SCALE_BLOCKS,
     TileLaunch,
+    check_codes,
     check_tensor,
     signed_view,
 )
@@ -92,6 +93,7 @@ def decode(stored: StoredStates, *, launch: TileLaunch = NEAREST_LAUNCH) -> Tens
     name = store_kind(stored.fmt).name
     if name == "fp32":
         raise ValueError("float32 states have no codes: there is nothing to decode")
+    check_codes(stored.fmt, name)
     codes, scales, dk = stored.codes, stored.scales, stored.dk
     check_tensor("codes", codes, codes.dtype, 4)
     if scales is not None:

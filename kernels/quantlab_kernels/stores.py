@@ -3,8 +3,8 @@
 Rounding points: scales as `quantlab.formats` forms them (FP32 block maximum, correctly rounded
 division: division.py), elements as rounding.py does. A NaN or inf makes its scaled block NaN.
 Formats: fp32 (kept), fp16 and bf16 (no scale), fp8 (E4M3, one FP32 scale per 128 along dk), nvfp4
-(E2M1, one E4M3 scale per 16 along dk, one FP32 scale per state), int8 and int4 (one FP32 scale per
-state row); each to nearest even or stochastic.
+(E2M1, one E4M3 scale per 16 along dk, one FP32 scale per state), int8, int6, int4 (one FP32 scale
+per state row); each to nearest even or stochastic.
 Not covered: scales in other types, other tiles (`store_kind` refuses them).
 """
 
@@ -40,6 +40,7 @@ STORE_NAMES = {
     "fp8": "fp8",
     "nvfp4": "nvfp4",
     "int8@row": "int8",
+    "int6@row": "int6",
     "int4@row": "int4",
 }
 """Short name of a format, without its rounding, to FORMAT."""
@@ -47,6 +48,7 @@ STORE_NAMES = {
 FP8_BLOCK = tl.constexpr(128)
 NVFP4_BLOCK = tl.constexpr(16)
 INT8_MAX = tl.constexpr(127.0)
+INT6_MAX = tl.constexpr(31.0)
 INT4_MAX = tl.constexpr(7.0)
 
 
@@ -57,6 +59,7 @@ def _cap(factor: Fraction | int) -> tl.constexpr:
 
 FP8_CAP = _cap(448)
 INT8_CAP = _cap(127)
+INT6_CAP = _cap(31)
 INT4_CAP = _cap(7)
 # less by 2^-20 for the two roundings of block scale times state scale
 NVFP4_STATE_CAP = _cap(6 * 448 * (1 + Fraction(1, 1 << 20)))
@@ -96,7 +99,7 @@ def scales_of(size_bits, FORMAT: tl.constexpr):
     Args:
         size_bits: int32 [blocks], bits of the largest magnitude, above those of inf with a NaN; for
             NVFP4 all the blocks of a state, padded by zeros.
-        FORMAT: "fp8", "nvfp4", "int8" or "int4".
+        FORMAT: "fp8", "nvfp4", "int8", "int6" or "int4".
 
     Returns:
         stored: FP32 [blocks], values of the scale's type; NaN for a block with a NaN or an inf.
@@ -117,6 +120,8 @@ def scales_of(size_bits, FORMAT: tl.constexpr):
         stored = _plain_scale(amax, E4M3_MAX, FP8_CAP)
     elif FORMAT == "int8":
         stored = _plain_scale(amax, INT8_MAX, INT8_CAP)
+    elif FORMAT == "int6":
+        stored = _plain_scale(amax, INT6_MAX, INT6_CAP)
     else:
         stored = _plain_scale(amax, INT4_MAX, INT4_CAP)
     stored = tl.where(bad, float("nan"), stored)
@@ -147,6 +152,9 @@ def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
     elif FORMAT == "int8":
         m = tl.minimum(m, tl.where(good, INT8_MAX, 0.0)[:, None])
         return round_size(m, blocks, words, 7, 7, SR)
+    elif FORMAT == "int6":
+        m = tl.minimum(m, tl.where(good, INT6_MAX, 0.0)[:, None])
+        return round_size(m, blocks, words, 7, 7, SR)
     else:
         m = tl.minimum(m, tl.where(good, INT4_MAX, 0.0)[:, None])
         return round_size(m, blocks, words, 7, 7, SR)
@@ -159,7 +167,7 @@ def _store_scaled(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
         words = tl.reshape(words, blocks.shape)
     _, _, used = scales_of(tl.max(abs_bits(blocks), axis=1), FORMAT)
     y = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
-    if FORMAT == "int8" or FORMAT == "int4":
+    if FORMAT == "int8" or FORMAT == "int6" or FORMAT == "int4":
         y += 0.0  # no minus zero
     return tl.reshape(y * used[:, None], x.shape)
 
@@ -189,7 +197,7 @@ def store_and_load(
         flush: flush index.
         first_element: head * dv * dk.
         dk: elements of one state row.
-        FORMAT: "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8" or "int4".
+        FORMAT: a value of `STORE_NAMES`.
         SR: stochastic rounding.
         BLOCK_V: padded rows.
         BLOCK_K: padded columns.

@@ -106,7 +106,9 @@ def test_unscaled_midpoints(name: str) -> None:
     assert differing(stored(x, name, streams), expected(x, name, streams)) == 0
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-sr", "nvfp4", "nvfp4-sr", "int8@row", "int4@row-sr"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-sr", "nvfp4", "nvfp4-sr", "int8@row", "int6@row", "int4@row-sr"]
+)
 def test_scaled_midpoints(name: str) -> None:
     """All element midpoints ± 1 ulp, with scales of exactly 1 so that they stay midpoints."""
     if name.startswith("fp8"):
@@ -116,7 +118,7 @@ def test_scaled_midpoints(name: str) -> None:
         grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
         block, top = 16, 6.0
     else:
-        top = 127.0 if "int8" in name else 7.0
+        top = {"int8": 127.0, "int6": 31.0, "int4": 7.0}[name[:4]]
         grid, block = torch.arange(top + 1), 128
     points = _around(torch.cat([grid, (grid[1:] + grid[:-1]) / 2])).clamp(-top, top)
     points = torch.nn.functional.pad(points, (0, -points.numel() % (block - 1)))
