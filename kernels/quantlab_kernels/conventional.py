@@ -47,6 +47,7 @@ def conventional_scan_kernel(
     bad_flush_ptr,
     rows_ptr,
     streams_ptr,
+    applies_ptr,
     seed,
     layer,
     first_flush,
@@ -84,12 +85,15 @@ def conventional_scan_kernel(
     HAS_DT: tl.constexpr,
     FORMAT: tl.constexpr,
     SR: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """One program per (head, row of the group)."""
     head = tl.program_id(0)
     group_row = tl.program_id(1)
     row = tl.load(rows_ptr + group_row)
     stream = tl.load(streams_ptr + group_row)
+    if PARTIAL:
+        applies = tl.load(applies_ptr + group_row * heads + head) != 0
     first_element = head * dv * dk
 
     value = tl.arange(0, BLOCK_V)
@@ -128,6 +132,7 @@ def conventional_scan_kernel(
         S = S + u[:, None] * k[None, :]
         o = tl.sum(S * q[None, :], axis=1)
         tl.store(out_ptrs + t * stride_out_t, o, mask=in_v)
+        exact = S
         S = store_and_load(
             S,
             seed,
@@ -142,6 +147,8 @@ def conventional_scan_kernel(
             BLOCK_K,
             QUADS,
         )
+        if PARTIAL:
+            S = tl.where(applies, S, exact)
         bad_flush = tl.where(has_nonfinite(S) & (bad_flush < 0), first_flush + t, bad_flush)
 
     tl.store(state_ptrs, S, mask=state_mask)
@@ -156,6 +163,7 @@ def conventional_scan(
     out: Tensor,
     bad_flush: Tensor,
     fmt: Format,
+    applies: Tensor | None = None,
     *,
     seed: int,
     layer: int,
@@ -171,6 +179,7 @@ def conventional_scan(
         out: [rows, T, H, dv] FP32.
         bad_flush: int32 [R, H] first flush after which a state was not finite, -1 for none.
         fmt: of the state.
+        applies: int8 [R, H] whether it is stored in that format (else in FP32); None for all.
         seed: 64-bit seed.
         layer: ordinal of the recurrent layer.
         first_flush: number of the first store.
@@ -194,6 +203,7 @@ def conventional_scan(
         bad_flush,
         rows,
         streams,
+        bad_flush if applies is None else applies,
         signed_seed(seed),
         layer,
         first_flush,
@@ -217,6 +227,7 @@ def conventional_scan(
         HAS_DT=inputs.dt is not None,
         FORMAT=kind.name,
         SR=kind.sr,
+        PARTIAL=applies is not None,
         num_warps=tile_warps(block_v, block_k),
         enable_fp_fusion=False,
     )

@@ -191,6 +191,7 @@ def windowed_scan_kernel(
     bad_flush_ptr,
     rows_ptr,
     streams_ptr,
+    applies_ptr,
     seed,
     layer,
     first_flush,
@@ -234,12 +235,15 @@ def windowed_scan_kernel(
     KEY_RECORD: tl.constexpr,
     CORRECTION_RECORD: tl.constexpr,
     FLUSH: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """One program per (head, row of the group)."""
     head = tl.program_id(0)
     group_row = tl.program_id(1)
     row = tl.load(rows_ptr + group_row)
     stream = tl.load(streams_ptr + group_row)
+    if PARTIAL:
+        applies = tl.load(applies_ptr + group_row * heads + head) != 0
     first_element = head * dv * dk
 
     ROUNDED: tl.constexpr = (KEY_RECORD != "fp32") or (CORRECTION_RECORD != "fp32")
@@ -379,6 +383,8 @@ def windowed_scan_kernel(
                     BLOCK_K,
                     QUADS,
                 )
+                if PARTIAL:
+                    stored = tl.where(applies, stored, folded)
                 if (window + 2) * L > T:
                     tl.store(read_ptr + state_offset + state_tile, stored, mask=state_mask)
             S = store_and_load(
@@ -395,6 +401,8 @@ def windowed_scan_kernel(
                 BLOCK_K,
                 QUADS,
             )
+            if PARTIAL:
+                S = tl.where(applies, S, folded)
             if SEPARATE:
                 bad = has_nonfinite(stored) | has_nonfinite(S)
             else:
@@ -441,6 +449,7 @@ def windowed_scan(
     out: Tensor,
     bad_flush: Tensor,
     policy: Policy,
+    applies: Tensor | None = None,
     *,
     seed: int,
     layer: int,
@@ -457,6 +466,7 @@ def windowed_scan(
         out: [rows, T, H, dv] FP32.
         bad_flush: int32 [R, H] first flush after which a copy was not finite, -1 for none.
         policy: of these rows, 2 <= L <= 64.
+        applies: int8 [R, H] whether copies are stored in its formats (else in FP32); None for all.
         seed: 64-bit seed.
         layer: ordinal of the recurrent layer.
         first_flush: number of the first store.
@@ -494,6 +504,7 @@ def windowed_scan(
         bad_flush,
         rows,
         streams,
+        bad_flush if applies is None else applies,
         signed_seed(seed),
         layer,
         first_flush,
@@ -525,6 +536,7 @@ def windowed_scan(
         KEY_RECORD=key_record,
         CORRECTION_RECORD=RECORD_NAMES[types.u],
         FLUSH=policy.corrections,
+        PARTIAL=applies is not None,
         num_warps=tile_warps(block_v, block_k),
         num_stages=2,
         enable_fp_fusion=False,

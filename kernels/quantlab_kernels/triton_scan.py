@@ -10,7 +10,7 @@ Not covered, and refused: FP64 inputs, windows beyond 64, formats that `stores.S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from quantlab.recurrence import OpInputs
 from quantlab.replay.draws import READ, RECUR
-from quantlab.replay.lane import Lane, LaneKind
+from quantlab.replay.lane import Lane, LaneKind, applied, members
 from quantlab.replay.policy import Policy
 from quantlab.replay.scan import WindowedScan
 from quantlab_kernels.conventional import conventional_scan, conventional_scan_kernel
@@ -41,6 +41,7 @@ class Group:
         recur: [R, H, dv, dk] FP32 recurrence or only copy, as stored.
         read: likewise the read copy, None with one copy.
         bad_flush: int32 [R, H] first flush after which a copy was not finite, -1 for none.
+        applies: int8 [R, H] whether copies are stored in the policy's formats; None for all.
         flush: number of the next store.
         pending: inputs of the tokens of an open window, rows of this group; None at h = 0.
     """
@@ -52,6 +53,7 @@ class Group:
     recur: Tensor
     read: Tensor | None
     bad_flush: Tensor
+    applies: Tensor | None = None
     flush: int = 1
     pending: OpInputs | None = None
 
@@ -95,12 +97,11 @@ class TritonScan(WindowedScan):
         """Begin decoding from an unrounded state [rows, H, dv, dk]: store it as flush 0."""
         self._check(inputs)
         self.groups = []
-        for policy, indices in self._grouped(inputs):
-            group = self._empty(policy, indices, inputs)
+        for group in self._empty(inputs):
             exact = state[group.rows].contiguous()
-            group.recur = self._stored(exact, group, policy.recur, RECUR)
+            group.recur = self._stored(exact, group, group.policy.recur, RECUR)
             if group.read is not None:
-                group.read = self._stored(exact, group, policy.read, READ)
+                group.read = self._stored(exact, group, group.policy.read, READ)
             bad = ~group.recur.isfinite().flatten(2).all(2)
             if group.read is not None:
                 bad |= ~group.read.isfinite().flatten(2).all(2)
@@ -155,6 +156,19 @@ class TritonScan(WindowedScan):
             out[group.rows] = self._current(group)
         return out
 
+    @torch.inference_mode()
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Return what each row last stored: recurrence and read copies, see `WindowedScan`."""
+        if not self.groups:
+            raise RuntimeError("no state yet: call prefill first")
+        first = self.groups[0].recur
+        recur = first.new_empty((self.n_rows, *first.shape[1:]))
+        read = torch.empty_like(recur)
+        for group in self.groups:
+            recur[group.rows] = group.recur
+            read[group.rows] = group.recur if group.read is None else group.read
+        return recur, read
+
     def state_dict(self) -> dict[str, Tensor]:
         """All that later segments depend on; copies, not views."""
         if not self.groups:
@@ -183,7 +197,7 @@ class TritonScan(WindowedScan):
                 raise RuntimeError("call prefill (or load_state_dict) before decoding")
             return
         named, device = self._saved, inputs.v.device
-        groups = [self._empty(p, i, inputs) for p, i in self._grouped(inputs)]
+        groups = self._empty(inputs)
         for g, group in enumerate(groups):
             saved = {
                 name.removeprefix(f"{g}."): x.to(device)
@@ -216,34 +230,35 @@ class TritonScan(WindowedScan):
                 "(TRITON_INTERPRET=1 runs it on the CPU, slowly)"
             )
 
-    def _grouped(self, inputs: OpInputs) -> list[tuple[Policy, list[int]]]:
-        """List distinct policies, each with the indices of those that store as it does."""
-        members: dict[LaneKind, tuple[Policy, list[int]]] = {}
-        for index, policy in enumerate(self.policies):
-            kind = LaneKind.of(policy, inputs)
-            members.setdefault(kind, (policy, []))[1].append(index)
-        return list(members.values())
-
-    def _empty(self, policy: Policy, indices: list[int], inputs: OpInputs) -> Group:
+    def _empty(self, inputs: OpInputs) -> list[Group]:
+        """Sort policies into groups; their copies are to be filled."""
         device = inputs.v.device
         n = self.streams.numel()
-        starts = torch.tensor(indices)[:, None] * n
-        rows = (starts + torch.arange(n)).flatten().to(device)
-        streams = self.streams.to(device=device, dtype=torch.int64).repeat(len(indices))
-        shape = (rows.numel(), inputs.heads, inputs.dv, inputs.dk)
-        recur = torch.empty(shape, dtype=torch.float32, device=device)
-        return Group(
-            policy=policy,
-            indices=indices,
-            rows=rows,
-            streams=streams,
-            recur=recur,
-            read=torch.empty_like(recur) if policy.kind == "separate" else None,
-            bad_flush=torch.full(shape[:2], -1, dtype=torch.int32, device=device),
-        )
+        within = torch.arange(n)
+        groups = []
+        for found in members(self.policies, self.layer, inputs).values():
+            indices = [index for index, _, _ in found]
+            rows = (torch.tensor(indices)[:, None] * n + within).flatten().to(device)
+            shape = (rows.numel(), inputs.heads, inputs.dv, inputs.dk)
+            recur = torch.empty(shape, dtype=torch.float32, device=device)
+            policy = found[0][1]
+            heads = [applies for _, _, applies in found if applies is not None]
+            groups.append(
+                Group(
+                    policy=policy,
+                    indices=indices,
+                    rows=rows,
+                    streams=self.streams.to(device=device, dtype=torch.int64).repeat(len(indices)),
+                    recur=recur,
+                    read=torch.empty_like(recur) if policy.kind == "separate" else None,
+                    bad_flush=torch.full(shape[:2], -1, dtype=torch.int32, device=device),
+                    applies=_by_row(heads, n, device) if heads else None,
+                )
+            )
+        return groups
 
     def _stored(self, exact: Tensor, group: Group, fmt, copy: int) -> Tensor:
-        return store_states(
+        stored = store_states(
             exact,
             fmt,
             seed=self.seed,
@@ -252,16 +267,20 @@ class TritonScan(WindowedScan):
             streams=group.streams,
             flush=0,
         )
+        return stored if group.applies is None else applied(stored, exact, group.applies != 0)
 
     def _run(self, group: Group, inputs: OpInputs, rows: Tensor, o: Tensor) -> None:
         keys = {"seed": self.seed, "layer": self.layer, "first_flush": group.flush}
         recur, bad = group.recur, group.bad_flush
         if group.policy.window == 1:
             fmt = group.policy.recur
-            conventional_scan(inputs, rows, group.streams, recur, o, bad, fmt, **keys)
+            conventional_scan(
+                inputs, rows, group.streams, recur, o, bad, fmt, group.applies, **keys
+            )
         else:
+            copies = (recur, group.read)
             windowed_scan(
-                inputs, rows, group.streams, recur, group.read, o, bad, group.policy, **keys
+                inputs, rows, group.streams, *copies, o, bad, group.policy, group.applies, **keys
             )
 
     def _current(self, group: Group) -> Tensor:
@@ -271,6 +290,12 @@ class TritonScan(WindowedScan):
         lane.recur, lane.read = group.recur, group.read
         lane.part(group.pending, None)
         return lane.state()
+
+
+def _by_row(heads: Sequence[Sequence[bool]], streams: int, device: torch.device) -> Tensor:
+    """Lay out which heads of every policy its formats apply to: int8 [rows, H]."""
+    per_policy = torch.tensor([list(row) for row in heads], dtype=torch.int8, device=device)
+    return per_policy.repeat_interleave(streams, 0)
 
 
 def _unit_strides(inputs: OpInputs) -> OpInputs:

@@ -25,6 +25,7 @@ from torch import Tensor
 from quantlab.engine.attention import lower_right
 from quantlab.engine.sampling import Sampling, choose, gumbel, scores, stream_id
 from quantlab.engine.slots import Slots
+from quantlab.engine.teacher_forcing import require_parts
 from quantlab.models.precision import full_fp32
 from quantlab.recurrence import exact_scan
 from quantlab.replay import Policy
@@ -167,6 +168,7 @@ class GenerationRun:
         self.next_job = 0
         self.steps = 0
         policies = list({str(arm.policy): arm.policy for arm in arms}.values())
+        require_parts(m, policies)
         self._policy = [policies.index(arm.policy) for arm in arms]
         self._layers = [
             RowwiseCache(policies, rows, layer=layer, seed=seed) for layer in range(m.layers)

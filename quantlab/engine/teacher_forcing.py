@@ -67,6 +67,7 @@ class TeacherForcing:
 
     Raises:
         ValueError: if a position lies outside 1..N or the tokens are too few.
+        PartError: if a policy names a layer or a head that the model does not have.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TeacherForcing:
         if engine not in ENGINES:
             raise ValueError(f"engine must be one of {ENGINES} (got {engine!r})")
         self.m = m
+        require_parts(m, policies)
         self.policies = (REFERENCE, *policies)
         self.device = next(m.model.parameters()).device
         self.tokens = tokens.to(self.device)
@@ -224,6 +226,17 @@ class TeacherForcing:
     def _positions_per_chunk(self) -> int:
         rows = len(self.policies) * self.streams
         return max(1, LOGIT_BYTES // (LOGIT_COPIES * 4 * rows * self.m.vocab_size))
+
+
+def require_parts(m: LoadedModel, policies: Sequence[Policy]) -> None:
+    """Check that a model has the layers and heads that policies name.
+
+    Raises:
+        PartError: it does not.
+    """
+    for policy in policies:
+        if policy.part is not None:
+            policy.part.require([heads for heads, _, _ in m.recurrent_shapes])
 
 
 def scan_class(engine: Engine, device: torch.device) -> type[Any]:

@@ -34,6 +34,7 @@ class LaneKind:
         recur: format of the recurrence or only copy.
         types: of the records.
         rederive: whether a flush derives corrections again.
+        partial: whether the formats apply to some heads only (which ones may differ by row).
     """
 
     window: int
@@ -41,9 +42,10 @@ class LaneKind:
     recur: Format
     types: RecordTypes
     rederive: bool
+    partial: bool = False
 
     @classmethod
-    def of(cls, policy: Policy, inputs: OpInputs) -> LaneKind:
+    def of(cls, policy: Policy, inputs: OpInputs, partial: bool = False) -> LaneKind:
         """Kind of a policy's rows on a layer's inputs, which tell the record types."""
         types = RecordTypes.of(policy.records, inputs)
         if policy.window == 1:
@@ -57,6 +59,7 @@ class LaneKind:
             recur=policy.recur,
             types=types,
             rederive=rederive or not inputs.is_delta,
+            partial=partial,
         )
 
     def plans_whole(self, is_delta: bool) -> bool:
@@ -69,6 +72,35 @@ def stores_exactly(fmt: Format, inputs: OpInputs) -> bool:
     return fmt.element.name == "float64" or (fmt.is_exact and inputs.compute_dtype == torch.float32)
 
 
+def members(
+    policies: Sequence[Policy], layer: int, inputs: OpInputs
+) -> dict[LaneKind, list[tuple[int, Policy, tuple[bool, ...] | None]]]:
+    """Sort a scan's policies by what they store in one layer.
+
+    Returns:
+        By kind: index of the policy, the policy of all heads it is there, and the heads that its
+        formats apply to (None for all).
+    """
+    found: dict[LaneKind, list[tuple[int, Policy, tuple[bool, ...] | None]]] = {}
+    for index, policy in enumerate(policies):
+        here, applies = policy.at(layer, inputs.heads)
+        kind = LaneKind.of(here, inputs, applies is not None)
+        found.setdefault(kind, []).append((index, here, applies))
+    return found
+
+
+def applied(stored: Tensor, state: Tensor, applies: Tensor) -> Tensor:
+    """Keep stored values of some heads, and what FP32 makes of the state of the others.
+
+    Args:
+        stored: [rows, H, dv, dk].
+        state: likewise, before the cast.
+        applies: bool [rows, H].
+    """
+    exact = state if state.dtype == torch.float32 else state.float().to(state.dtype)
+    return torch.where(applies[..., None, None], stored, exact)
+
+
 class Lane:
     """Copies and records of some rows of one layer.
 
@@ -77,6 +109,7 @@ class Lane:
         policies: their indices in the scan; rows are policies × streams, streams fastest.
         streams: [n_streams] global stream ids.
         exact: whether storing in the recurrence copy's format changes nothing.
+        applies: of every policy, the heads that the formats apply to; None for all.
 
     Attributes:
         recur: [rows, H, dv, dk] recurrence or only copy, values of its format.
@@ -86,7 +119,13 @@ class Lane:
     """
 
     def __init__(
-        self, kind: LaneKind, policies: Sequence[int], streams: Tensor, *, exact: bool
+        self,
+        kind: LaneKind,
+        policies: Sequence[int],
+        streams: Tensor,
+        *,
+        exact: bool,
+        applies: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         self.kind = kind
         self.policies = list(policies)
@@ -95,6 +134,10 @@ class Lane:
         self.read: Tensor | None = None
         self.open: OpenWindow | None = None
         self._exact = exact
+        self._applies: Tensor | None = None
+        if applies is not None:
+            heads = torch.tensor([list(row) for row in applies], device=streams.device)
+            self._applies = heads.repeat_interleave(self.streams, 0)
         first, count = self.policies[0], len(self.policies)
         self.rows: slice | Tensor
         if self.policies == list(range(first, first + count)):
@@ -217,4 +260,5 @@ class Lane:
     def _cast(self, state: Tensor, fmt: Format, draws: Draws, copy: int) -> Tensor:
         words = draws.words(copy) if fmt.needs_words else None
         by_stream = state.view(-1, self.streams, *state.shape[1:])
-        return quantize(by_stream, fmt, words, counts=False)[0].view_as(state)
+        stored = quantize(by_stream, fmt, words, counts=False)[0].view_as(state)
+        return stored if self._applies is None else applied(stored, state, self._applies)

@@ -6,7 +6,8 @@ Text form, as on the command line (spaces around / allowed)::
     shared:FORMAT              one copy, stored once a window and read by every step
     READ / RECUR               two copies: steps 1 … L − 1 read READ, the flush step RECUR
 
-followed, where they differ from the defaults, by `L=…`, `records=…`, `corrections=…` and `seed=…`.
+followed, where they differ from the defaults, by `L=…`, `records=…`, `corrections=…`, `seed=…`, and
+`only=…` or `except=…` (`part`), which name the heads that the formats apply to.
 Source: arXiv 2610.13778, section 6.
 """
 
@@ -20,6 +21,7 @@ from typing import Literal, cast, get_args
 
 from quantlab.errors import UsageError
 from quantlab.formats import Format, parse_format
+from quantlab.replay.part import Part, parse_part
 
 Kind = Literal["conventional", "shared", "separate"]
 Records = Literal["auto", "bf16", "fp32", "exact"]
@@ -27,7 +29,8 @@ Corrections = Literal["rederive", "fold"]
 
 DEFAULT_WINDOW = 16
 _OPTION = re.compile(r"(?P<key>\w+)=(?P<value>\S*)")
-_OPTIONS = ("L", "records", "corrections", "seed")
+_OPTIONS = ("L", "records", "corrections", "seed", "only", "except")
+_FP32 = parse_format("fp32")
 
 
 class PolicyError(UsageError, ValueError):
@@ -49,6 +52,8 @@ class Policy:
             at a flush, or the cached ones folded (the ablation).
         seed: 64-bit seed of this policy's stochastic rounding; None for the study's. Policies that
             differ in nothing else are repetitions of one measurement.
+        part: heads that the formats apply to; all others are stored in FP32 at the same steps, as
+            the reference stores them. None for all heads.
 
     Raises:
         PolicyError: L < 1, two copies at L = 1, different formats of a single copy, or a seed where
@@ -62,6 +67,7 @@ class Policy:
     records: Records = "auto"
     corrections: Corrections = "rederive"
     seed: int | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         _one_of("kind of policy", self.kind, get_args(Kind))
@@ -89,6 +95,25 @@ class Policy:
                 f"the read copy would never be read; use L ≥ 2 or conventional:{self.recur.short}"
             )
 
+    def at(self, layer: int, heads: int) -> tuple[Policy, tuple[bool, ...] | None]:
+        """Say what this policy is in one recurrent layer.
+
+        Args:
+            layer: its ordinal.
+            heads: how many it has.
+
+        Returns:
+            A policy for all heads and None, or, where only some heads belong to the part, a policy
+            and which heads its formats apply to.
+        """
+        if self.part is None:
+            return self, None
+        applies = self.part.heads(layer, heads)
+        if any(applies):
+            here = replace(self, part=None)
+            return here, None if all(applies) else applies
+        return replace(self, part=None, read=_FP32, recur=_FP32, seed=None), None
+
     @property
     def is_stochastic(self) -> bool:
         """Whether a copy is stored with stochastic rounding."""
@@ -113,6 +138,8 @@ class Policy:
             text += f" corrections={self.corrections}"
         if self.seed is not None:
             text += f" seed={self.seed}"
+        if self.part is not None:
+            text += f" {self.part}"
         return text
 
     def __str__(self) -> str:
@@ -162,6 +189,9 @@ def parse_policy(
     seed = options.get("seed")
     if seed is not None and not re.fullmatch(r"\d+", seed):
         raise PolicyError(f"policy {text!r}: seed={seed} is not a whole number")
+    parts = [name for name in ("only", "except") if name in options]
+    if len(parts) == 2:
+        raise PolicyError(f"policy {text!r}: give only= or except=, not both")
     return Policy(
         kind=kind,
         read=read,
@@ -170,6 +200,7 @@ def parse_policy(
         records=cast(Records, options.get("records", records)),
         corrections=cast(Corrections, options.get("corrections", corrections)),
         seed=None if seed is None else int(seed),
+        part=parse_part(parts[0], options[parts[0]]) if parts else None,
     )
 
 

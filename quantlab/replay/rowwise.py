@@ -21,6 +21,7 @@ from quantlab.formats.philox import sr_words
 from quantlab.recurrence import OpInputs
 from quantlab.recurrence.step import Token, decay_of, read, token, write
 from quantlab.replay.draws import READ, RECUR
+from quantlab.replay.lane import applied
 from quantlab.replay.policy import Policy
 from quantlab.replay.records import RecordTypes, rounded
 
@@ -177,6 +178,10 @@ class RowwiseCache:
                     pairs, of_row = drawn[copy]
                     words = pairs[of_row[inside].to(state.device)]
                 stored = quantize(state[some], fmt, words, counts=False)[0]
+                if chosen.part is not None:
+                    heads = chosen.part.heads(self.layer, state.shape[1])
+                    applies = torch.tensor([heads], device=state.device)
+                    stored = applied(stored, state[some], applies)
                 into[where] = stored
                 finite &= torch.isfinite(stored).flatten(1).all(1)
             if chosen.kind != "separate":

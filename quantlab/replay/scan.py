@@ -19,7 +19,7 @@ from quantlab.recurrence import OpInputs, exact_scan
 from quantlab.recurrence.layout import uncut
 from quantlab.replay.carried import Group, ScanState, mark_diverged
 from quantlab.replay.draws import Draws
-from quantlab.replay.lane import Lane, LaneKind, stores_exactly
+from quantlab.replay.lane import Lane, members, stores_exactly
 from quantlab.replay.policy import Policy
 
 # Elements of one [W, B, L, dk] tensor of a lane's plan; about six live at once for every lane.
@@ -134,6 +134,22 @@ class WindowedScan:
             out[lane.rows] = lane.state()
         return out
 
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Return what each row last stored: recurrence copies and read copies, [rows, H, dv, dk].
+
+        A row with one copy has it in both.
+        """
+        if self.carried is None:
+            raise RuntimeError("no state yet: call prefill first")
+        lanes = [lane for group in self.carried.groups for lane in group.lanes]
+        first = lanes[0].recur
+        recur = first.new_empty((self.n_rows, *first.shape[1:]))
+        read = torch.empty_like(recur)
+        for lane in lanes:
+            recur[lane.rows] = lane.recur
+            read[lane.rows] = lane.recur if lane.read is None else lane.read
+        return recur, read
+
     def state_dict(self) -> dict[str, Tensor]:
         """All that later segments depend on."""
         if self.carried is None:
@@ -173,13 +189,12 @@ class WindowedScan:
 
     def _build(self, inputs: OpInputs) -> ScanState:
         """Sort policies into lanes and lanes into groups."""
-        members: dict[LaneKind, list[int]] = {}
-        for index, policy in enumerate(self.policies):
-            members.setdefault(LaneKind.of(policy, inputs), []).append(index)
         groups: dict[int, Group] = {}
-        for kind, indices in members.items():
+        for kind, found in members(self.policies, self.layer, inputs).items():
+            indices = [index for index, _, _ in found]
             exact = stores_exactly(kind.recur, inputs)
-            lane = Lane(kind, indices, self.streams, exact=exact)
+            applies = [heads for _, _, heads in found if heads is not None] or None
+            lane = Lane(kind, indices, self.streams, exact=exact, applies=applies)
             groups.setdefault(kind.window, Group(kind.window, [])).lanes.append(lane)
         diverged = torch.full((self.n_rows,), -1, device=inputs.v.device)
         return ScanState(list(groups.values()), diverged)

@@ -89,6 +89,11 @@ class SeededScan:
         """Return the current state per row [rows, H, dv, dk]."""
         return self._gather([scan.state() for _, scan in self._scans])
 
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """Return what each row last stored, as of any scan."""
+        recur, read = zip(*(scan.copies() for _, scan in self._scans), strict=True)
+        return self._gather(recur), self._gather(read)
+
     def state_dict(self) -> dict[str, Tensor]:
         """All that later segments depend on."""
         return {

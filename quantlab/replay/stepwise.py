@@ -48,12 +48,14 @@ class PolicyCache:
         policy: it.
         recur: [streams, H, dv, dk] recurrence or only copy.
         read: the read copy; None with one copy.
+        outside: heads that the policy's formats do not apply to.
         buffer: h records.
         flush: index of the next store.
     """
 
     policy: Policy
     recur: Tensor
+    outside: list[int] = field(default_factory=list)
     read: Tensor | None = None
     buffer: list[Record] = field(default_factory=list)
     flush: int = 0
@@ -61,10 +63,17 @@ class PolicyCache:
     def store(self, state: Tensor, draws: Draws) -> None:
         """Cast an unrounded state into each copy; drop the buffer."""
         if self.policy.kind == "separate":
-            self.read = _cast(state, self.policy.read, draws, READ)
-        self.recur = _cast(state, self.policy.recur, draws, RECUR)
+            self.read = self._stored(state, self.policy.read, draws, READ)
+        self.recur = self._stored(state, self.policy.recur, draws, RECUR)
         self.buffer = []
         self.flush += 1
+
+    def _stored(self, state: Tensor, fmt: Format, draws: Draws, copy: int) -> Tensor:
+        stored = _cast(state, fmt, draws, copy)
+        if self.outside:
+            stored = stored.clone()
+            stored[:, self.outside] = state[:, self.outside].float().to(state.dtype)
+        return stored
 
     def replay(self) -> Tensor:
         """Replay the buffer as cached onto the copy that a step before the L-th reads."""
@@ -153,7 +162,8 @@ class StepwiseCache:
         self.diverged_at = torch.full_like(self.diverged_at, -1)
         self.caches = []
         for policy, rows in zip(self.policies, self._slices(), strict=True):
-            cache = PolicyCache(policy=policy, recur=state[rows])
+            outside = _outside(policy, self.layer, state.shape[1])
+            cache = PolicyCache(policy=policy, recur=state[rows], outside=outside)
             cache.store(state[rows], self._draws(0, state))
             self.caches.append(cache)
             self._mark(cache, rows)
@@ -228,6 +238,7 @@ class StepwiseCache:
             self.caches.append(
                 PolicyCache(
                     policy=policy,
+                    outside=_outside(policy, self.layer, held["recur"].shape[1]),
                     recur=held["recur"].clone(),
                     read=held["read"].clone() if "read" in held else None,
                     buffer=buffer,
@@ -256,6 +267,13 @@ class StepwiseCache:
             bad |= ~torch.isfinite(cache.read).flatten(1).all(1)
         known = self.diverged_at[rows]
         self.diverged_at[rows] = torch.where((known < 0) & bad, self.position, known)
+
+
+def _outside(policy: Policy, layer: int, heads: int) -> list[int]:
+    """List the heads of a layer that a policy's formats do not apply to."""
+    if policy.part is None:
+        return []
+    return [head for head, inside in enumerate(policy.part.heads(layer, heads)) if not inside]
 
 
 def _append(state: Tensor, record: Record, u: Tensor) -> Tensor:

@@ -322,3 +322,31 @@ def test_smoke_case_on_the_device() -> None:
     for family in ("gdn", "mamba2"):
         row = compare(parse_policy("nvfp4 / fp16-sr"), family, device="cuda", dtype=torch.float32)
         assert row["ok"], row
+
+
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+def test_formats_of_some_heads(kind: str) -> None:
+    """Heads of one launch, inside and outside, are those of the plain policy and of FP32."""
+    bodies = ("conventional:int6@row", "shared:nvfp4-sr", "nvfp4 / fp16-sr L=8")
+    texts = [
+        text
+        for body in bodies
+        for text in (body, f"{body} only=2.1", f"{body} except=2.1,0.0", f"{body} only=1")
+    ]
+    policies = [parse_policy(text) for text in texts]
+    inputs = inputs_of(kind, 1, 24, **BASE).rows(torch.zeros(len(texts), dtype=torch.int64))
+    ours, _ = started(policies, inputs, STREAMS[:1])
+    o = ours(on_device(inputs.slice(PROMPT, PROMPT + 24))).cpu()
+    state = ours.state().cpu()
+    for p in range(0, len(texts), 4):
+        plain, only, rest, none = range(p, p + 4)
+        for row, inside in ((only, 1), (rest, 0)):
+            for a in (o.transpose(1, 2), state):  # [rows, H, …]
+                assert torch.equal(a[row, inside], a[plain, inside])
+                assert torch.equal(a[row, 1 - inside], a[none, 1 - inside])
+        assert not torch.equal(state[plain], state[none])
+    saved = ours.state_dict()
+    again = TritonScan(policies, STREAMS[:1].to(DEVICE), layer=2, seed=2**63 + 11)
+    again.load_state_dict(saved)
+    more = on_device(inputs.slice(PROMPT, PROMPT + 8))
+    assert torch.equal(again(more), ours(more))
