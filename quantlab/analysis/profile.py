@@ -8,84 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from torch import Tensor
 
-from quantlab.analysis.observer import SERIES, Observations, ObservedScan
-from quantlab.analysis.ranges import RANGE_COUNTS
+from quantlab.analysis.observations import Observations
+from quantlab.analysis.observer import ObservedScan
+from quantlab.analysis.profile_schemas import (
+    GEOMETRY_SCHEMA,
+    HEAD_SCHEMA,
+    RANGE_SCHEMA,
+    SERIES_SCHEMA,
+    UNIT_SCHEMA,
+)
 from quantlab.replay.policy import Policy
 
 Array = npt.NDArray[Any]
-
-_KEY = (
-    pa.field("policy", pa.string()),
-    pa.field("stream", pa.int32()),
-    pa.field("layer", pa.int32()),
-)
-
-
-def _number(name: str, meaning: str) -> pa.Field:
-    return pa.field(name, pa.float64(), metadata={"meaning": meaning})
-
-
-SERIES_SCHEMA = pa.schema(
-    [
-        *_KEY,
-        pa.field("head", pa.int32()),
-        pa.field("position", pa.int32()),
-        *(_number(name, meaning) for name, meaning in SERIES.items()),
-    ]
-)
-"""One row a policy, stream, layer, head and observation. Squares are means over elements."""
-
-RANGE_SCHEMA = pa.schema(
-    [
-        *_KEY,
-        pa.field("position", pa.int32()),
-        pa.field("elements", pa.int64()),
-        *(
-            pa.field(name, pa.int64(), metadata={"meaning": meaning})
-            for name, meaning in RANGE_COUNTS.items()
-        ),
-    ]
-)
-"""One row a policy, stream, layer and observation: what its store did, over all heads."""
-
-HEAD_SCHEMA = pa.schema(
-    [
-        *_KEY,
-        pa.field("head", pa.int32()),
-        _number("half_life", "steps in which the mean gate halves a state"),
-        _number("state", "mean over observations of the mean square of the stored state"),
-        _number("deviation", "mean over observations of the mean square of D: accumulated error"),
-        _number("relative", "mean over observations of mean square of D over that of the state"),
-        _number("from_reference", "as deviation, from the reference run's stored state"),
-        _number("output_relative", "Σ ‖D q‖² over Σ ‖S q‖²"),
-        _number("write", "mean square of a write's error"),
-        _number(
-            "bias", "mean over elements of b², b an element's mean error; unbiased, can be < 0"
-        ),
-        _number("independent", "predicted deviation: errors of writes independent, gates alone"),
-        _number("contracted", "the same with the isotropic contraction of a delta rule"),
-        _number("biased", "predicted share of the bias: b² times the mean of (Σ γ)²"),
-        _number("closed_form", "σ²/(1 − α^{2L}) with the mean gate and the mean write error"),
-        _number("probe_output", "Σ over steps of the output error that the first store leaves"),
-        _number("oracle_output", "the same if a delta rule did not read the error back"),
-        _number("key_ratio", "largest over median RMS of the state's key channels"),
-        _number("value_ratio", "largest over median RMS of the state's value rows"),
-    ]
-)
-"""One row a policy, stream, layer and head."""
-
-UNIT_SCHEMA = pa.schema(
-    [
-        *_KEY,
-        pa.field("head", pa.int32()),
-        pa.field("key", pa.int32()),
-        _number("half_life", "steps in which the mean gate halves a state"),
-        _number("deviation", "accumulated error of the unit, a mean square"),
-        _number("relative", "the same over the unit's mean square state"),
-    ]
-)
-"""One row a unit that decays on its own: a head (key −1), or a key channel of one (KDA)."""
 
 
 def profile(
@@ -99,9 +35,9 @@ def profile(
         stream: index of the stream in the study.
 
     Returns:
-        `series`, `ranges`, `heads` and `units`, of the schemas above.
+        `series`, `ranges`, `heads`, `units` and `geometry`, of `profile_schemas`.
     """
-    found: dict[str, list[pa.Table]] = {"series": [], "ranges": [], "heads": [], "units": []}
+    found: dict[str, list[pa.Table]] = {}
     names = [str(policy) for policy in policies]
     for layer, scan in enumerate(scans):
         seen = scan.seen
@@ -110,10 +46,15 @@ def profile(
         series = {name: x.tensor().cpu().numpy() for name, x in seen.series.items()}
         keys = (names, stream, layer)
         heads = _heads(seen, series, policies)
-        found["series"].append(_series(series, seen.positions, keys))
-        found["ranges"].append(_ranges(scan, seen, keys))
-        found["heads"].append(_table(HEAD_SCHEMA, heads, keys, ("head",)))
-        found["units"].append(_units(seen, heads, keys))
+        tables = {
+            "series": _series(series, seen.positions, keys),
+            "ranges": _ranges(seen, policies, keys),
+            "heads": _table(HEAD_SCHEMA, heads, keys, ("head",)),
+            "units": _units(seen, heads, keys),
+            "geometry": _geometry(seen, keys),
+        }
+        for name, table in tables.items():
+            found.setdefault(name, []).append(table)
     return {name: pa.concat_tables(tables) for name, tables in found.items()}
 
 
@@ -126,14 +67,40 @@ def _series(series: dict[str, Array], positions: list[int], keys: Any) -> pa.Tab
     return table.set_column(index, SERIES_SCHEMA.field("position"), pa.array(at))
 
 
-def _ranges(scan: ObservedScan, seen: Observations, keys: Any) -> pa.Table:
-    counts = {name: x.tensor().cpu().numpy().T for name, x in seen.ranges.items()}
+def _ranges(seen: Observations, policies: Sequence[Policy], keys: Any) -> pa.Table:
     _, heads, dv, dk = seen.write_sum.shape
-    counts["elements"] = np.full_like(counts["clipped"], heads * dv * dk)
-    table = _table(RANGE_SCHEMA, counts, keys, ("position",))
+    # [observations, rows, copies] to [rows, observations] of each copy
+    counts = {name: np.moveaxis(x.tensor().cpu().numpy(), 0, 1) for name, x in seen.ranges.items()}
+    tables = []
+    for copy, name in enumerate(("recurrence", "read")):
+        rows = [p for p, policy in enumerate(policies) if not copy or policy.kind == "separate"]
+        if not rows:
+            continue
+        values = {count: x[rows, :, copy] for count, x in counts.items()}
+        shape = values["clipped"].shape
+        values["elements"] = np.full(shape, heads * dv * dk)
+        values["copy"] = np.full(shape, name, dtype=object)
+        names = [keys[0][p] for p in rows]
+        tables.append(_table(RANGE_SCHEMA, values, (names, *keys[1:]), ("position",)))
+    table = pa.concat_tables(tables)
     at = np.asarray(seen.positions, np.int32)[table["position"].to_numpy()]
     index = table.schema.get_field_index("position")
     return table.set_column(index, RANGE_SCHEMA.field("position"), pa.array(at))
+
+
+def _geometry(seen: Observations, keys: Any) -> pa.Table:
+    tables = []
+    for axis, state, deviation in (
+        ("key", seen.state_by_key, seen.deviation_by_key),
+        ("value", seen.state_by_value, seen.deviation_by_value),
+    ):
+        values = {
+            "state": state.cpu().numpy() / len(seen.positions),
+            "deviation": deviation.cpu().numpy() / len(seen.positions),
+            "axis": np.full(state.shape, axis, dtype=object),
+        }
+        tables.append(_table(GEOMETRY_SCHEMA, values, keys, ("head", "index")))
+    return pa.concat_tables(tables)
 
 
 def _heads(
@@ -141,29 +108,38 @@ def _heads(
 ) -> dict[str, Array]:
     """Columns of `HEAD_SCHEMA`, each [rows, H]."""
     count = len(seen.positions)
-    mean_error = seen.write_sum.double() / count
-    variance = (seen.write_square.double() / count - mean_error.square()).clamp(min=0)
-    variance = variance * count / max(1, count - 1)
+    mean_error, variance = _moments(seen.write_sum, seen.write_square, count)
     bias = (mean_error.square() - variance / count).mean((-2, -1)).cpu().numpy()
-    write = series["write"].mean(0)
+    mean = seen.deviation_sum.double() / count
+    deviation_mean = mean.square().mean((-2, -1)).cpu().numpy()
+    write, deviation = series["write"].mean(0), series["deviation"].mean(0)
     log_decay = (seen.log_decay / seen.steps).cpu().numpy()
     per_head = log_decay if log_decay.ndim == 2 else log_decay.mean(-1)
-    windows = np.array([p.window for p in policies])[:, None]
-    kept = np.exp(2 * windows * per_head)
+    kept = np.exp(np.array([p.window for p in policies])[:, None] * per_head)  # α^L
+    first = seen.first_error.cpu().numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "half_life": _half_life(per_head),
             "state": series["state"].mean(0),
-            "deviation": series["deviation"].mean(0),
+            "deviation": deviation,
             "relative": (series["deviation"] / series["state"]).mean(0),
+            "read_deviation": series["read_deviation"].mean(0),
             "from_reference": series["from_reference"].mean(0),
             "output_relative": series["output_error"].sum(0) / series["output"].sum(0),
+            "step_relative": series["step_error"].sum(0) / series["step_output"].sum(0),
             "write": write,
             "bias": bias,
             "independent": series["independent"].mean(0),
             "contracted": series["contracted"].mean(0),
             "biased": bias * np.square(series["bias_gain"]).mean(0),
-            "closed_form": write / (1 - kept),
+            "closed_form": write / (1 - kept**2),
+            "bias_limit": np.maximum(bias, 0) / (1 - kept) ** 2,
+            "variance_limit": (write - np.maximum(bias, 0)) / (1 - kept**2),
+            "deviation_mean": deviation_mean,
+            "deviation_variance": deviation - deviation_mean,
+            "first_error": first,
+            "probe_left": series["probe"][-1] / first,
+            "oracle_left": series["oracle"][-1] / first,
             "probe_output": seen.probe_output.cpu().numpy(),
             "oracle_output": seen.oracle_output.cpu().numpy(),
             "key_ratio": _max_to_median(seen.state_by_key.cpu().numpy()),
@@ -171,9 +147,18 @@ def _heads(
         }
 
 
+def _moments(total: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of each element from sums over observations."""
+    mean = total.double() / count
+    variance = (squares.double() / count - mean.square()).clamp(min=0)
+    return mean, variance * count / max(1, count - 1)
+
+
 def _units(seen: Observations, heads: dict[str, Array], keys: Any) -> pa.Table:
     if seen.log_decay.ndim == 2:
         values = {name: heads[name][..., None] for name in ("half_life", "deviation", "relative")}
+        error = seen.series["output_error"].tensor().mean(0)
+        values["output_error"] = error.cpu().numpy()[..., None]
         table = _table(UNIT_SCHEMA, values, keys, ("head", "key"))
         none = pa.array(np.full(table.num_rows, -1, np.int32))
         index = table.schema.get_field_index("key")
@@ -185,6 +170,7 @@ def _units(seen: Observations, heads: dict[str, Array], keys: Any) -> pa.Table:
             "half_life": _half_life((seen.log_decay / seen.steps).cpu().numpy()),
             "deviation": deviation,
             "relative": deviation / state,
+            "output_error": seen.output_error_by_key.cpu().numpy() / len(seen.positions),
         }
     return _table(UNIT_SCHEMA, values, keys, ("head", "key"))
 

@@ -23,7 +23,9 @@ PROPAGATION_SCHEMA = pa.schema(
             pa.field(name, pa.float64(), metadata={"meaning": meaning})
             for name, meaning in {
                 "relative": "median over heads of mean D² over mean S²",
+                "read_relative": "the same of the copy that steps 1 … L − 1 read",
                 "output_relative": "median over heads of Σ‖D q‖² over Σ‖S q‖²",
+                "step_relative": "the same over all steps, of outputs with the copy they read",
                 "write_relative": "median over heads of a write's mean square error over mean S²",
                 "reference_ratio": "Σ deviation from the reference run over Σ D², over all heads",
                 "spearman": "of units' half-life with accumulated error, streams averaged",
@@ -35,6 +37,9 @@ PROPAGATION_SCHEMA = pa.schema(
                 "contracted_ratio": "the same, prediction with the rule's isotropic contraction",
                 "predicted_ratio": "the same, prediction of the gates with the bias added",
                 "closed_form_ratio": "median over heads of D² over σ²/(1 − α^{2L})",
+                "limit_ratio": "median over heads of D² over b²/(1 − α^L)² + σ²/(1 − α^{2L})",
+                "probe_left": "median over heads, share left of one injection at the end, squared",
+                "oracle_left": "the same without the delta rule's feedback",
                 "heads_above_bound": "share of heads whose D² exceeds the independent prediction",
                 "oracle_ratio": "Σ output error of the oracle over native feedback, one injection",
                 "key_ratio": "median over heads, largest over median RMS of key channels",
@@ -67,6 +72,9 @@ def propagation_summary(tables: dict[str, pa.Table], tokens: int) -> pa.Table:
         heads, units, ranges, measured = (
             _of(tables[name], policy) for name in ("heads", "units", "ranges", "tokens")
         )
+        # of the copy that most steps read, where there are two
+        copy = "read" if "read" in ranges["copy"] else "recurrence"
+        ranges = {name: x[ranges["copy"] == copy] for name, x in ranges.items()}
         rows.append(
             {
                 "policy": policy,
@@ -94,7 +102,9 @@ def _heads(heads: dict[str, Array]) -> dict[str, float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "relative": float(np.median(heads["relative"])),
+            "read_relative": float(np.median(heads["read_deviation"] / heads["state"])),
             "output_relative": float(np.median(heads["output_relative"])),
+            "step_relative": float(np.median(heads["step_relative"])),
             "write_relative": float(np.median(heads["write"] / heads["state"])),
             "reference_ratio": float(heads["from_reference"].sum() / total),
             "bias_share": float(np.median(heads["bias"] / heads["write"])),
@@ -104,6 +114,11 @@ def _heads(heads: dict[str, Array]) -> dict[str, float]:
                 total / (heads["independent"] + np.maximum(heads["biased"], 0)).sum()
             ),
             "closed_form_ratio": float(np.median(heads["deviation"] / heads["closed_form"])),
+            "limit_ratio": float(
+                np.median(heads["deviation"] / (heads["bias_limit"] + heads["variance_limit"]))
+            ),
+            "probe_left": float(np.median(heads["probe_left"])),
+            "oracle_left": float(np.median(heads["oracle_left"])),
             "heads_above_bound": float(np.mean(heads["deviation"] > heads["independent"])),
             "oracle_ratio": float(heads["oracle_output"].sum() / heads["probe_output"].sum())
             if heads["oracle_output"].any()

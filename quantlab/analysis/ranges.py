@@ -11,7 +11,7 @@ from quantlab.formats import Format, encode
 from quantlab.formats.codes import code_values
 from quantlab.formats.element import FloatElement
 from quantlab.replay import Policy
-from quantlab.replay.draws import RECUR, Draws
+from quantlab.replay.draws import READ, RECUR, Draws
 
 RANGE_COUNTS = {
     "clipped": "elements beyond what the block scale reaches, stored as ± the largest",
@@ -30,7 +30,7 @@ def range_counts(
     layer: int,
     position: int,
 ) -> dict[str, Tensor]:
-    """Count what storing states in the recurrence copy does.
+    """Count what storing states does.
 
     Args:
         states: [rows, H, dv, dk] FP32, as they are before the store.
@@ -41,15 +41,14 @@ def range_counts(
         position: tokens since the prompt; a multiple of every window.
 
     Returns:
-        By name, int64 [rows].
+        By name, int64 [rows, 2]: of the recurrence or only copy, and of the read copy, 0 where
+        there is none.
     """
     n = streams.numel()
     heads, dv, dk = states.shape[1:]
-    zeros = torch.zeros(states.shape[0], dtype=torch.int64, device=states.device)
+    zeros = torch.zeros((states.shape[0], 2), dtype=torch.int64, device=states.device)
     out = {name: zeros.clone() for name in RANGE_COUNTS}
     for p, policy in enumerate(policies):
-        if policy.recur.is_exact:
-            continue
         draws = Draws(
             seed=seed if policy.seed is None else policy.seed,
             layer=layer,
@@ -58,12 +57,18 @@ def range_counts(
             state_shape=(heads, dv, dk),
             device=states.device,
         )
-        words = draws.words(RECUR) if policy.recur.needs_words else None
-        for s in range(n):
-            row = p * n + s
-            counts = _count(states[row], policy.recur, None if words is None else words[s])
-            for name, value in counts.items():
-                out[name][row] = value
+        copies = {RECUR: policy.recur}
+        if policy.kind == "separate":
+            copies[READ] = policy.read
+        for copy, fmt in copies.items():
+            if fmt.is_exact:
+                continue
+            words = draws.words(copy) if fmt.needs_words else None
+            for s in range(n):
+                row = p * n + s
+                counts = _count(states[row], fmt, None if words is None else words[s])
+                for name, value in counts.items():
+                    out[name][row, copy] = value
     return out
 
 

@@ -8,6 +8,7 @@ A directory of such a run holds
     rows.parquet        one row a policy, stream, layer, head and observation
     heads.parquet       one row a policy, stream, layer and head
     units.parquet       one row a unit that decays on its own
+    geometry.parquet    size of state and error by key channel and by value row
     ranges.parquet      what every observed store clipped, flushed and kept as a subnormal
     tokens.parquet      KL and NLL of the first and last positions, as rows of a KL study
     propagation.csv     one line a policy
@@ -43,7 +44,7 @@ from quantlab.study.store import RunDirectory, read_table
 POLICIES = ("conventional:int6@row", "conventional:int8@row", "shared:nvfp4", "shared:nvfp4-sr")
 # Observations of a run where --every does not say: each costs a few passes in FP64.
 OBSERVATIONS = 128
-TABLES = ("rows", "heads", "units", "ranges", "tokens")
+TABLES = ("rows", "heads", "units", "geometry", "ranges", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

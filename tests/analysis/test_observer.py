@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from quantlab.analysis.observer import SERIES, observed
+from quantlab.analysis.observations import SERIES
+from quantlab.analysis.observer import observed
 from quantlab.analysis.ranges import range_counts
 from quantlab.recurrence import OpInputs, exact_scan, textbook
 from quantlab.replay import WindowedScan, parse_policy
+from quantlab.replay.seeded import by_seed
 from tests.recurrence.sampling import sample_inputs
 
 STREAMS = torch.tensor([2, 5])
@@ -158,7 +160,7 @@ def test_contraction_of_a_delta_rule_lowers_the_prediction():
 
 def test_ranges_are_counted_of_what_is_stored():
     _, scan, _ = run("gdn")
-    counts = {name: x.tensor()[-1] for name, x in scan.seen.ranges.items()}
+    counts = {name: x.tensor()[-1, :, 0] for name, x in scan.seen.ranges.items()}
     stored = scan.state()
     # FP8 and INT6 per row: what was flushed is zero in the store, and nothing else is
     for rows in (slice(2, 4), slice(4, 6), slice(6, 8)):
@@ -186,10 +188,60 @@ def test_range_counts_of_known_states(text, state, expected):
         layer=0,
         position=16,
     )
-    assert [int(counts[n]) for n in ("clipped", "flushed", "subnormal", "zeroed")] == expected
+    names = ("clipped", "flushed", "subnormal", "zeroed")
+    assert [int(counts[n][0, 0]) for n in names] == expected
+    assert not any(int(counts[n][0, 1]) for n in names)  # there is no read copy
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_two_copies_are_told_apart(kind):
+    """An exact recurrence copy does not deviate; the read copy does, and the steps that read it."""
+    policy = parse_policy("nvfp4 / fp64 L=8 records=exact")
+    inputs = inputs_of(kind).rows(slice(0, 2))
+    build, _ = observed(WindowedScan, stride=8, reference=None)
+    scan = build([policy], STREAMS, layer=1, seed=3)
+    o = torch.cat([scan.prefill(inputs.slice(0, PROMPT)), scan(inputs.slice(PROMPT, STEPS))], 1)
+    exact_o, exact = textbook(inputs)
+    recur, read = scan.copies()
+    assert (recur - exact).abs().max() < FP64
+    assert series(scan, "deviation").max() < 1e-20
+    error = (read - exact).square().mean((-2, -1))
+    assert torch.allclose(series(scan, "read_deviation")[-1], error, rtol=1e-9)
+    assert error.min() > 1e-8
+    assert not (scan.seen.ranges["flushed"].tensor()[..., 0]).any()
+    assert torch.equal(
+        scan.seen.ranges["flushed"].tensor()[-1, :, 1], (read == 0).flatten(1).sum(1)
+    )
+    off = (o - exact_o)[:, PROMPT:].square().mean(-1).unflatten(1, (5, 8))  # [rows, obs, 8, H]
+    assert torch.allclose(series(scan, "step_error"), off.mean(2).transpose(0, 1), rtol=1e-6)
+    assert (off[:, :, -1] < 1e-20).all()  # the L-th step reads the recurrence copy
+    on = exact_o[:, PROMPT:].square().mean(-1).unflatten(1, (5, 8))
+    assert torch.allclose(series(scan, "step_output"), on.mean(2).transpose(0, 1))
 
 
 def test_windows_must_divide_the_stride():
     build, _ = observed(WindowedScan, stride=12)
     with pytest.raises(ValueError, match=r"every 12 tokens: the window of shared int6@row L=8"):
         build(POLICIES, STREAMS, layer=0, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_nothing_leaves_the_device_or_waits_for_it(kind):
+    """On a device without values a host copy, a branch on a value and mixed devices all raise."""
+    texts = (
+        "conventional",
+        "shared:nvfp4-sr L=8",
+        "shared:int6@row-sr L=4 seed=5",
+        "fp8 / fp16-sr",
+    )
+    policies = [parse_policy(f"{text}" if "L=" in text else f"{text} L=4") for text in texts]
+    one = sample_inputs(kind, steps=29, rows=len(policies), dtype=torch.float32)
+    inputs = one._map(lambda x: x.to("meta"))
+    streams = torch.tensor([2], device="meta")
+    build, _ = observed(by_seed(WindowedScan), stride=8)
+    scan = build(policies, streams, layer=1, seed=3)
+    scan.prefill(inputs.slice(0, 5))
+    scan(inputs.slice(5, 16))
+    scan(inputs.slice(16, 29))
+    assert scan.seen.positions == [8, 16, 24]
+    assert all(x.tensor().is_meta for x in scan.seen.series.values())

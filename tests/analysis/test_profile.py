@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantlab.analysis.observer import observed
-from quantlab.analysis.profile import UNIT_SCHEMA, profile
+from quantlab.analysis.profile import profile
+from quantlab.analysis.profile_schemas import UNIT_SCHEMA
 from quantlab.analysis.propagation import (
     first_positions,
     propagation_summary,
@@ -69,6 +70,40 @@ def test_tables_hold_what_was_seen(kind):
         assert mean == pytest.approx(heads[0, str(POLICIES[1]), 1]["deviation"])
 
 
+def test_two_copies_have_ranges_of_their_own_and_channels_a_geometry():
+    build, scans = observed(WindowedScan, stride=8)
+    policies = [parse_policy(t) for t in ("conventional", "nvfp4 / fp16-sr L=4", "shared:fp8 L=8")]
+    one = sample_inputs("kda", steps=48, rows=1, heads=2, dtype=torch.float32)
+    inputs = one.rows(torch.zeros(3, dtype=torch.int64))
+    scan = build(policies, torch.tensor([0]), layer=0, seed=0)
+    scan.prefill(inputs.slice(0, 16))
+    scan(inputs.slice(16, 48))
+    tables = profile(scans, policies, stream=0)
+    ranges = tables["ranges"].to_pylist()
+    assert [(r["policy"], r["position"]) for r in ranges if r["copy"] == "read"] == [
+        (str(policies[1]), t) for t in (8, 16, 24, 32)
+    ]
+    assert sum(r["copy"] == "recurrence" for r in ranges) == 3 * 4
+    flushed = {r["copy"]: r["flushed"] for r in ranges if r["policy"] == str(policies[1])}
+    assert flushed["read"] > 10 * flushed["recurrence"]  # FP4 against FP16
+    _, heads, dv, dk = scan.seen.write_sum.shape
+    assert tables["geometry"].num_rows == 3 * heads * (dv + dk)
+    by_axis = {
+        axis: np.mean([
+            r["deviation"] for r in tables["geometry"].to_pylist()
+            if (r["axis"], r["policy"], r["head"]) == (axis, str(policies[2]), 1)
+        ])
+        for axis in ("key", "value")
+    }  # fmt: skip
+    head = next(
+        r for r in tables["heads"].to_pylist()
+        if (r["policy"], r["head"]) == (str(policies[2]), 1)
+    )  # fmt: skip
+    assert by_axis["key"] == pytest.approx(by_axis["value"]) == pytest.approx(head["deviation"])
+    parts = head["deviation_mean"] + head["deviation_variance"]
+    assert parts == pytest.approx(head["deviation"])
+
+
 def test_bias_of_a_write_is_told_from_its_spread():
     """A constant input leaves RTN in its dead band: every write errs alike; SR does not."""
     steps, dv = 512, 64
@@ -92,6 +127,11 @@ def test_bias_of_a_write_is_told_from_its_spread():
     # counts the first store as well, which here is exact: some 0.3 %
     assert rtn["deviation"] == pytest.approx(rtn["biased"], rel=0.01)
     assert rtn["independent"] < 0.05 * rtn["deviation"]
+    # in the band the deviation is its limit b/(1 − α), and stays
+    assert rtn["bias_limit"] == pytest.approx(0.09 * 63 / 64 / 0.01**2, rel=1e-5)
+    assert rtn["deviation_variance"] < 0.2 * rtn["deviation_mean"]
+    assert rtn["variance_limit"] < 1e-4 * rtn["bias_limit"]
+    assert sr["variance_limit"] == pytest.approx(sr["closed_form"], rel=0.2)
     # unbiased errors: b² is 0 within its sampling error, and their energies add up
     assert abs(sr["bias"]) < 0.1 * sr["write"]
     assert sr["deviation"] == pytest.approx(sr["independent"], rel=0.3)
