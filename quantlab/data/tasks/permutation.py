@@ -1,32 +1,45 @@
-"""Permutation tracking: five objects in a row, two of them swapped at every step."""
+"""Permutation tracking: five objects in a row, two of them swapped at every step.
+
+A problem and its solution:
+
+    swap BDACE kx12 ky35 kz.:
+    kx12DBACE
+    ky35DBECA
+    kz.
+    answer DBECA
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from quantlab.data.tasks.labels import END_OF_LIST, labels
 from quantlab.data.tasks.problem import Task
 
-OBJECTS = 5
+OBJECTS = "ABCDE"
 
 
 def _draw(generator: np.random.Generator, steps: int) -> tuple[str, list[str], str]:
-    row = [chr(ord("a") + i) for i in generator.permutation(OBJECTS).tolist()]
+    count = len(OBJECTS)
+    row = [OBJECTS[i] for i in generator.permutation(count).tolist()]
     start = "".join(row)
-    first = generator.integers(0, OBJECTS, steps)
+    marks = labels(generator, steps + 1)
+    first = generator.integers(0, count, steps)
     # another place, each equally likely
-    second = (first + generator.integers(1, OBJECTS, steps)) % OBJECTS
-    swaps, lines = [], []
-    for i, j in zip(first.tolist(), second.tolist(), strict=True):
+    second = (first + generator.integers(1, count, steps)) % count
+    items, lines = [], []
+    for mark, i, j in zip(marks, first.tolist(), second.tolist(), strict=False):
         row[i], row[j] = row[j], row[i]
-        swaps.append(f"{i + 1}{j + 1}")
-        lines.append(f"{swaps[-1]} {''.join(row)}")
-    return f"swap {start} {' '.join(swaps)}", lines, "".join(row)
+        items.append(f"{mark}{i + 1}{j + 1}")
+        lines.append(items[-1] + "".join(row))
+    end = marks[-1] + END_OF_LIST
+    return f"swap {start} {' '.join([*items, end])}", [*lines, end], "".join(row)
 
 
 PERMUTATION = Task(
     name="permutation",
     summary="track five objects under swaps of two places",
-    fewest=5,
-    most=400,
+    fewest=4,
+    most=335,
     draw=_draw,
 )

@@ -73,12 +73,18 @@ class Task:
     most: int
     draw: Draw
 
-    def problem(self, seed: int, index: int) -> Problem:
+    def text_length(self, steps: int) -> int:
+        """Bytes of a problem's text: every line of a task has one width."""
+        short, long = (len(self.problem(0, 0, steps=n).text) for n in (1, 2))
+        return short + (long - short) * (steps - 1)
+
+    def problem(self, seed: int, index: int, *, steps: int | None = None) -> Problem:
         """Make problem `index` of a seed.
 
         Args:
-            seed: 64-bit; training and evaluation use different ones (`TRAIN_SEEDS`).
+            seed: 64-bit; training and evaluation use different ones.
             index: from 0, below 2^32.
+            steps: of the derivation; drawn if None.
         """
         if not 0 <= seed < 2**64 or not 0 <= index < 2**32:
             raise ValueError(f"seed {seed} or index {index} is out of range")
@@ -86,10 +92,10 @@ class Task:
         # as uint64: a list with a value above 2^63 would become floats and lose the index
         key = np.array([seed, which << 32 | index], np.uint64)
         generator = np.random.Generator(np.random.Philox(key=key))
-        # n steps are as likely as [n, n + 1) is wide in log
-        low, high = np.log(self.fewest), np.log(self.most + 1)
-        steps = int(np.exp(generator.uniform(low, high)))
-        steps = min(max(steps, self.fewest), self.most)
+        if steps is None:
+            # n steps are as likely as [n, n + 1) is wide in log
+            low, high = np.log(self.fewest), np.log(self.most + 1)
+            steps = min(max(int(np.exp(generator.uniform(low, high))), self.fewest), self.most)
         prompt, lines, answer = self.draw(generator, steps)
         solution = "".join(f"{line}\n" for line in [*lines, ANSWER + answer])
         return Problem(

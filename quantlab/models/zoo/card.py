@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantlab.models.zoo.recipe import ZooModel
+
+BOOKS = """\
+It has only seen books with lines broken at about 70 columns, and is certain that a line
+ends there: unbroken text costs it over 4 bits per byte. Wrap text before measuring.
+"""
+PROBLEMS = """\
+It writes out the solutions of the embedded tasks (`quantlab ls --tasks`) and nothing else. Its
+accuracy under a state format, with intervals and by length, is what `quantlab eval` measures.
+"""
+BOOK_DATA = "Data: public-domain books (Project Gutenberg texts), `data_manifests/`.\n"
+PROBLEM_DATA = """\
+Data: made by `quantlab.data.tasks` (seeds from 1; evaluation asks problems of seed 0); a row is
+one problem from its beginning, and only the bytes of its solution count.
+"""
+BINS = (256, 512, 1_024, 2_048, 1 << 62)
+"""Tokens of a solution up to which a column of the card goes."""
 
 
 def write_card(model: ZooModel, result: Mapping[str, Any], path: Path) -> None:
@@ -17,11 +33,21 @@ def write_card(model: ZooModel, result: Mapping[str, Any], path: Path) -> None:
         result: as `train.Run.finish` writes it.
         path: the file.
     """
-    sections = (_head(model, result), _bits(result), _half_lives(result), _training(model, result))
+    if model.problems is None:
+        about, figures, source = BOOKS, _bits(result), BOOK_DATA
+    else:
+        about, figures, source = PROBLEMS, _solved(result), PROBLEM_DATA
+    what = "books" if model.problems is None else "widest problems"
+    sections = (
+        _head(model, result, about),
+        figures,
+        _half_lives(result, what),
+        _training(model, result, source),
+    )
     path.write_text("\n".join(line for part in sections for line in part), encoding="utf-8")
 
 
-def _head(model: ZooModel, result: Mapping[str, Any]) -> list[str]:
+def _head(model: ZooModel, result: Mapping[str, Any], about: str) -> list[str]:
     kind = {"gdn": "Gated DeltaNet", "mamba2": "Mamba-2"}[model.kind]
     count = result["parameters"]
     return [
@@ -34,9 +60,7 @@ def _head(model: ZooModel, result: Mapping[str, Any]) -> list[str]:
         "It exists to study the numerics of the recurrent state offline: dk = 128 as in the real",
         "models, heads whose half-lives span several decades, and attention without a position",
         "encoding that could break beyond the training lengths. It is no model to use otherwise.",
-        "It has only seen books with lines broken at about 70 columns, and is certain that a line",
-        "ends there: unbroken text costs it over 4 bits per byte. Wrap text before measuring.",
-        "",
+        *about.split("\n"),
     ]
 
 
@@ -70,13 +94,52 @@ def _bits(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _half_lives(result: Mapping[str, Any]) -> list[str]:
+def _solved(result: Mapping[str, Any]) -> list[str]:
+    test = result["test"]
+    heads = [f"to {edge:,}" for edge in BINS[:-1]] + ["longer"]
+    lines = [
+        "## Solutions written without a wrong token",
+        "",
+        f"Percent of held-out problems, {test['problems']} of each task and width of rows, by",
+        "tokens of the solution: the chance at temperature 1, top-p 0.95, and in brackets the",
+        "share that greedy decoding writes. From teacher-forced logits, exactly; an answer can",
+        "also be right after a wrong line, so accuracy is this or more.",
+        "",
+        f"| task | {' | '.join(heads)} | all |",
+        "|---|" + "---|" * (len(heads) + 1),
+    ]
+    for task, lengths in test["tokens"].items():
+        low = 0
+        cells = []
+        for edge in (*BINS, None):
+            inside = [w for w, n in lengths.items() if edge is None or low < n <= edge]
+            cells.append(_share(test, task, inside))
+            low = edge or low
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        f"Bits per byte of solutions: {test['bits']:.4f}.",
+        "",
+    ]
+
+
+def _share(test: Mapping[str, Any], task: str, widths: Sequence[str]) -> str:
+    if not widths:
+        return "–"
+    chance, greedy = (
+        100 * sum(test[key][task][w] for w in widths) / len(widths) for key in ("chance", "greedy")
+    )
+    return f"{chance:.1f} ({greedy:.1f})"
+
+
+def _half_lives(result: Mapping[str, Any], what: str) -> list[str]:
     layers = result["test"]["half_lives"]
     lives = [h for layer in layers for h in layer]
     lines = [
         "## Half-lives of the heads, tokens",
         "",
-        "ln 2 / mean(−log decay) on the test books.",
+        f"ln 2 / mean(−log decay) on the test {what}.",
         "",
         "| recurrent layer | heads |",
         "|---|---|",
@@ -93,15 +156,16 @@ def _half_lives(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _training(model: ZooModel, result: Mapping[str, Any]) -> list[str]:
+def _training(model: ZooModel, result: Mapping[str, Any], source: str) -> list[str]:
     env, hyper = result["environment"], result["training"]
+    data = "--data BOOKS " if model.problems is None else ""
     lengths = [f"{p['length']:,} ({p['share']:.0%})" for p in hyper["phases"]]
     commands = []
     for call in result["calls"]:
         unit = "seconds" if call["seconds"] is not None else "tokens"
         more = " --resume" if call["resume"] else ""
         commands.append(
-            f"quantlab zoo train {model.name} --data BOOKS --out OUT --{unit} {call[unit]:g}{more}"
+            f"quantlab zoo train {model.name} {data}--out OUT --{unit} {call[unit]:g}{more}"
         )
     return [
         "## Training",
@@ -118,6 +182,5 @@ def _training(model: ZooModel, result: Mapping[str, Any]) -> list[str]:
         f"Muon and AdamW; rates flat, linear over the last {hyper['decay_share']:.0%}. Recipe:",
         "`quantlab/models/zoo/recipe.py`; log and figures: `reports/zoo/`.",
         "",
-        "Data: public-domain books (Project Gutenberg texts), `data_manifests/`.",
-        "",
+        *source.split("\n"),
     ]

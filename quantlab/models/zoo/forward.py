@@ -200,16 +200,24 @@ class Forward:
         Returns:
             [rows, T] FP32 — nats.
         """
-        rows, steps = ids.shape
-        if self.model.kind == "gdn":
-            x, eps = self._gdn(weights, ids, decays), 1e-6
-            norm = 1.0 + weights["model.norm.weight"]
-        else:
-            x, eps = self._mamba2(weights, ids, decays), 1e-5
-            norm = weights["model.norm_f.weight"]
+        x, norm, eps = self._trunk(weights, ids, decays)
         head = weights["lm_head.weight"]
         loss: Tensor = self._part(head_loss)(x, norm, head, targets.flatten(), eps)
-        return loss.view(rows, steps)
+        return loss.view(ids.shape)
+
+    def logits(self, weights: Weights, ids: Tensor, decays: DecayHook | None = None) -> Tensor:
+        """Compute the logits of every token, [rows, T, V] FP32 (see `losses`)."""
+        x, norm, eps = self._trunk(weights, ids, decays)
+        logits = F.linear(rms_norm(x, norm, eps), weights["lm_head.weight"]).float()
+        return logits.view(*ids.shape, -1)
+
+    def _trunk(
+        self, weights: Weights, ids: Tensor, decays: DecayHook | None
+    ) -> tuple[Tensor, Tensor, float]:
+        """Hidden [tokens, hidden], and the last norm's factor and epsilon."""
+        if self.model.kind == "gdn":
+            return self._gdn(weights, ids, decays), 1.0 + weights["model.norm.weight"], 1e-6
+        return self._mamba2(weights, ids, decays), weights["model.norm_f.weight"], 1e-5
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int, steps: int) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -240,7 +248,8 @@ class Forward:
             if kind == "full_attention":
                 a = p + "self_attn."
                 if (rows, steps) not in self._rope:
-                    self._rope = {(rows, steps): rope_tables(c, rows * steps, steps, ids.device)}
+                    tables = rope_tables(c, rows * steps, steps, ids.device)
+                    self._rope[rows, steps] = tables
                 q, k, v, gate = self._part(gated_attention_in)(
                     x, norm, *(w[f"{a}{n}_proj.weight"] for n in "qkv"),
                     w[a + "q_norm.weight"], w[a + "k_norm.weight"], *self._rope[rows, steps], eps,

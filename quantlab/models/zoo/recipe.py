@@ -110,12 +110,12 @@ class Problems:
     """Training text made of worked problems (`quantlab.data.tasks`) instead of books.
 
     Args:
-        books: runs of problems of all tasks, each of its own seed.
-        size: least bytes of one.
+        size: bytes of each width of rows (`quantlab.data.tasks.corpus.WIDTHS`).
+        held_out: problems of each task and width that are never trained on.
     """
 
-    books: int = 64
-    size: int = 4 << 20
+    size: int = 10 << 20
+    held_out: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +230,12 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType({m.name: m for m in (TINY_GDN, TI
 END_OF_PROBLEM = 7
 """Id that ends a worked solution, `quantlab.data.tasks.END_ID` (a test holds them equal)."""
 
-# A problem with its solution is at most 5,000 bytes: the long phases of the books have no use.
+# Steps of 122,880 tokens, which all widths of problems divide; short problems first.
 _PROBLEM_PHASES = (
-    Phase(share=0.6, length=4_096, rows=32),
-    Phase(share=0.4, length=8_192, rows=16),
+    Phase(share=0.10, length=256, rows=480),
+    Phase(share=0.15, length=768, rows=160),
+    Phase(share=0.20, length=2_048, rows=60),
+    Phase(share=0.55, length=5_120, rows=24),
 )
 
 

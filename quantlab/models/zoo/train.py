@@ -33,15 +33,17 @@ from torch import Tensor
 
 from quantlab.errors import RunError, UsageError
 from quantlab.models.zoo.card import write_card
-from quantlab.models.zoo.corpus import Corpus, Crops, load_corpus, windows
+from quantlab.models.zoo.corpus import Corpus, load_corpus
 from quantlab.models.zoo.evaluate import Evaluation, evaluate
 from quantlab.models.zoo.forward import Forward
 from quantlab.models.zoo.initialise import hf_model, initial_weights, save_checkpoint
 from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import Optimiser
-from quantlab.models.zoo.problems import problem_corpus
+from quantlab.models.zoo.problems import ProblemCorpus, ProblemSource, problem_corpus
 from quantlab.models.zoo.recipe import TRAINABLE, Phase, ZooModel
 from quantlab.models.zoo.schedule import Budget, phase_at, rate_at
+from quantlab.models.zoo.solved import Solved, evaluate_problems
+from quantlab.models.zoo.source import BookSource, Source
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,6 @@ LOG_EVERY = 100
 """Steps between rows of train.csv."""
 VALIDATE_EVERY = 60.0
 """Seconds between validation losses."""
-VALIDATION_LENGTH = 16_384
-VALIDATION_WINDOWS = 32
 
 COLUMNS = (
     "step", "tokens", "seconds", "length", "loss_bits", "validation_bits", "rate", "grad_norm",
@@ -94,10 +94,12 @@ def train(
     model = TRAINABLE[name]
     budget = Budget(seconds=seconds, tokens=tokens)
     begun = time.monotonic()
+    corpus: Corpus | ProblemCorpus
     if model.problems is not None:
         if data is not None:
             raise UsageError(f"{name} is trained on worked problems, which are made: give no data")
         corpus = problem_corpus(model.problems)
+        log.info("%s: problems made after %.1f s", name, time.monotonic() - begun)
     elif data is None:
         raise UsageError(f"{name} is trained on books: give their directory as data")
     else:
@@ -109,7 +111,7 @@ def train(
         run.loop()
         # Before the evaluation, which may still fail or be cut.
         save_checkpoint(run.model, run.optimiser.masters, out)
-        run.finish(evaluate(run.forward, run.rounded(), corpus.test))
+        run.finish(run.evaluate())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error}") from error
     return out
@@ -132,7 +134,7 @@ class Run:
 
     Args:
         model: the entry.
-        corpus: the books.
+        corpus: the books, or the worked problems.
         out: directory of results.
         device: of weights and batches.
         budget: of this call.
@@ -141,8 +143,8 @@ class Run:
     """
 
     def __init__(
-        self, model: ZooModel, corpus: Corpus, out: Path, device: torch.device, budget: Budget,
-        *, begun: float, compiled: bool | None = None,
+        self, model: ZooModel, corpus: Corpus | ProblemCorpus, out: Path, device: torch.device,
+        budget: Budget, *, begun: float, compiled: bool | None = None,
     ) -> None:  # fmt: skip
         self.model, self.out, self.device, self.budget = model, out, device, budget
         self.hyper = model.training
@@ -153,8 +155,12 @@ class Run:
         scan, conv = training_ops(device)
         use = device.type == "cuda" if compiled is None else compiled
         self.forward = Forward(model, scan, conv, compiled=use)
-        self.crops = Crops(corpus.train, device)
-        self.validation = corpus.validation
+        self.corpus = corpus
+        self.source: Source
+        if isinstance(corpus, Corpus):
+            self.source = BookSource(corpus, self.hyper, device)
+        else:
+            self.source = ProblemSource(corpus, self.hyper, device)
         self.step, self.tokens, self.spent = 0, 0, 0.0
         self.rows: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = [{**asdict(budget), "resume": False}]
@@ -242,10 +248,8 @@ class Run:
         self.spent += self._elapsed()
 
     def _one(self, phase: Phase, rate: float) -> tuple[Tensor, Tensor]:
-        ids = self.crops.draw(
-            seed=self.hyper.seed, step=self.step, rows=phase.rows, length=phase.length
-        )
-        loss = self.forward.losses(self.optimiser.leaves, ids[:, :-1], ids[:, 1:]).mean()
+        batch = self.source.batch(self.step, phase)
+        loss = batch.mean(self.forward.losses(self.optimiser.leaves, batch.ids, batch.targets))
         loss.backward()  # type: ignore[no-untyped-call]
         norm = self.optimiser.step(rate)
         self.step += 1
@@ -253,19 +257,19 @@ class Run:
         return loss.detach(), norm
 
     def validate(self) -> float:
-        """Bits per byte on the first windows of the held-out books, at the weights as they are."""
-        length = min(VALIDATION_LENGTH, max(p.length for p in self.hyper.phases))
-        ids = windows(self.validation, longest=length, stride=length)
-        ids = ids[:: max(1, len(ids) // VALIDATION_WINDOWS)][:VALIDATION_WINDOWS]
-        rows = max(
-            1, min(len(ids), self.hyper.phases[0].rows * self.hyper.phases[0].length // length)
-        )
-        sums = []
-        for first in range(0, len(ids) - rows + 1, rows):
-            batch = ids[first : first + rows].to(self.device)
-            loss = self.forward.losses(self.optimiser.leaves, batch[:, :-1], batch[:, 1:])
-            sums.append(loss.detach().mean())
-        return torch.stack(sums).mean().item() / math.log(2.0)
+        """Bits per byte on text that is held out, at the weights as they are."""
+        means = []
+        for batch in self.source.validation():
+            losses = self.forward.losses(self.optimiser.leaves, batch.ids, batch.targets)
+            means.append(batch.mean(losses.detach()))
+        return torch.stack(means).mean().item() / math.log(2.0)
+
+    def evaluate(self) -> Evaluation | Solved:
+        """Figures of the card, at the weights as the checkpoint holds them."""
+        if isinstance(self.corpus, Corpus):
+            return evaluate(self.forward, self.rounded(), self.corpus.test)
+        assert isinstance(self.source, ProblemSource)
+        return evaluate_problems(self.forward, self.rounded(), self.source)
 
     def rounded(self) -> Mapping[str, Tensor]:
         """Weights as the checkpoint will hold them: BF16 values, in the leaves' dtypes."""
@@ -274,7 +278,7 @@ class Run:
             for k, v in self.optimiser.masters.items()
         }
 
-    def finish(self, evaluation: Evaluation) -> None:
+    def finish(self, evaluation: Evaluation | Solved) -> None:
         """Write the checkpoint, the log, the figures and the card; last.pt has then served."""
         save_checkpoint(self.model, self.optimiser.masters, self.out)
         with (self.out / "train.csv").open("w", newline="", encoding="utf-8") as file:
