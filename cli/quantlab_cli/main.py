@@ -25,6 +25,7 @@ COMMANDS = {
     "kl": ("kl", "KL curves of low-precision states against FP32-state decoding."),
     "ablate": ("ablate", "Change rounding, window or corrections alone, and compare."),
     "propagate": ("propagate", "Watch how stored states drift from exact ones, head by head."),
+    "attribute": ("attribute", "Which layers or heads a policy's KL comes from."),
     "eval": ("eval", "Accuracy of long generations, by FP32 output length."),
     "bins": ("bins", "Bin finished accuracy runs again."),
     "report": ("report", "Draw figures and page of a run again, finished or not."),

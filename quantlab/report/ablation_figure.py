@@ -46,7 +46,7 @@ def _rounding(alt: Any, rows: list[dict[str, Any]]) -> Any:
         for r in rows
         if not r["rtn_diverged"] and not r["sr_diverged"]
     ]
-    return _lines(alt, points, "RTN KL ÷ SR KL at N", "shared copy", rule=1.0)
+    return log_lines(alt, points, "RTN KL ÷ SR KL at N", "shared copy", rule=1.0)
 
 
 def _window(alt: Any, rows: list[dict[str, Any]]) -> Any:
@@ -63,7 +63,7 @@ def _window(alt: Any, rows: list[dict[str, Any]]) -> Any:
         if r["n"] == last and not r["diverged"]
     ]
     y = f"KL at N = {short_length(last)} (nats)"
-    return _lines(alt, points, y, "policy", x_title="replay window L, tokens per store")
+    return log_lines(alt, points, y, "policy", x_title="replay window L, tokens per store")
 
 
 def _correction(alt: Any, rows: list[dict[str, Any]]) -> Any:
@@ -79,7 +79,7 @@ def _correction(alt: Any, rows: list[dict[str, Any]]) -> Any:
         for r in rows
         if not r[f"{way}_diverged"]
     ]
-    return _lines(alt, points, "KL from FP32-state decoding at N (nats)", "policy, corrections")
+    return log_lines(alt, points, "KL from FP32-state decoding at N (nats)", "policy, corrections")
 
 
 _DRAWN: dict[str, Callable[[Any, list[dict[str, Any]]], Any]] = {
@@ -89,7 +89,7 @@ _DRAWN: dict[str, Callable[[Any, list[dict[str, Any]]], Any]] = {
 }
 
 
-def _lines(
+def log_lines(
     alt: Any,
     points: list[dict[str, Any]],
     y_title: str,

@@ -99,7 +99,7 @@ def _window(rows: list[Row]) -> list[Table]:
         "copy: the number of stores saved, if errors are independent and KL is quadratic in them",
         extra={
             "95 %": lambda r: _interval(r, "fall"),
-            "predicted": lambda r: _bounds(r["predicted_low"], r["predicted_high"]),
+            "predicted": lambda r: bounds(r["predicted_low"], r["predicted_high"]),
             "writes": lambda r: f"{r['writes']:,}",
         },
     )
@@ -207,10 +207,11 @@ def _growth(points: list[Row], column: str) -> tuple[str, str, str]:
 
 
 def _interval(row: Row, name: str) -> str:
-    return _bounds(row[f"{name}_low"], row[f"{name}_high"])
+    return bounds(row[f"{name}_low"], row[f"{name}_high"])
 
 
-def _bounds(low: float, high: float) -> str:
+def bounds(low: float, high: float) -> str:
+    """Lay out an interval; `–` where there is none."""
     if math.isnan(low) or math.isnan(high):
         return "–"
     return number(low) if low == high else f"{number(low)} … {number(high)}"
