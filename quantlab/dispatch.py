@@ -56,15 +56,15 @@ def training_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hand out the recurrence and the convolution that the zoo is trained with on a GPU.
 
     Returns:
-        `chunk_scan` and `conv_silu`, both differentiable.
+        `chunk_any` and `conv_silu`, both differentiable.
 
     Raises:
         MissingAsset: Triton is not installed.
     """
     with _triton("training on a GPU", "train on a CPU to try it without"):
-        from quantlab_kernels.chunk_train import chunk_scan
+        from quantlab_kernels.chunk_any import chunk_any
         from quantlab_kernels.chunk_train_conv import conv_silu
-    return chunk_scan, conv_silu
+    return chunk_any, conv_silu
 
 
 def cast_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:

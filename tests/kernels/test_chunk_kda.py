@@ -11,6 +11,7 @@ import torch
 from quantlab.models.zoo.scan import sequential_scan
 from tests.kernels.device import DEVICE, MARKS, ON_GPU
 
+from quantlab_kernels.chunk_any import chunk_any  # isort: skip
 from quantlab_kernels.chunk_kda import chunk_kda  # isort: skip
 from quantlab_kernels.chunk_train import chunk_scan  # isort: skip
 
@@ -91,3 +92,12 @@ def test_shapes_that_do_not_fit_are_named():
         chunk_kda(*args[:3], args[3][..., 0], args[4])
     with pytest.raises(ValueError, match="powers of two"):
         chunk_kda(args[0][..., :12], args[1][..., :12], *args[2:])
+
+
+def test_the_decays_shape_chooses_the_op():
+    args = inputs("one-chunk")
+    one = args[3][..., 0].contiguous()
+    assert torch.equal(chunk_any(*args), chunk_kda(*args))
+    assert torch.equal(chunk_any(*args[:3], one, args[4]), chunk_scan(*args[:3], one, args[4]))
+    with pytest.raises(ValueError, match="give beta"):
+        chunk_any(*args[:4])

@@ -15,12 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from quantlab.errors import RunError, UsageError
-from quantlab.models.zoo import ZOO
+from quantlab.models.zoo import TRAINABLE
 from quantlab.models.zoo import train as training
-from quantlab.models.zoo.corpus import Book, Corpus, Crops, windows
+from quantlab.models.zoo.corpus import Book, Corpus, Crops, unwrap, windows
 from quantlab.models.zoo.evaluate import evaluate
 from quantlab.models.zoo.forward import Forward
-from quantlab.models.zoo.initialise import half_lives, hf_model, initial_weights, save_checkpoint
+from quantlab.models.zoo.initialise import (
+    channel_factors,
+    half_lives,
+    hf_model,
+    initial_weights,
+    save_checkpoint,
+)
 from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import orthogonalise
 from quantlab.models.zoo.recipe import Phase
@@ -53,12 +59,27 @@ SMALL = {
         "ssm_state_size": 16,
         "n_groups": 2,
     },
+    "tiny-kda": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense"] * 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+    },
 }
 
 
 def small(name):
     phases = (Phase(share=0.5, length=32, rows=4), Phase(share=0.5, length=64, rows=2))
-    entry = ZOO[name]
+    entry = TRAINABLE[name]
     return dataclasses.replace(
         entry,
         config=MappingProxyType(dict(entry.config) | SMALL[name]),
@@ -166,6 +187,59 @@ def test_a_run_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatch):
     assert (tmp_path / "card.md").read_text().startswith("# tiny-gdn")
 
 
+def test_a_run_with_decays_per_channel_learns_and_writes_its_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "LOG_EVERY", 5)
+    run = run_of(small("tiny-kda"), tmp_path, 20 * 128)
+    test = evaluate(
+        run.forward, run.rounded(), CORPUS.test, contexts=(64, 128), scored=16, tokens=256,
+        unwrapped=True,
+    )  # fmt: skip
+    run.finish(test)
+    assert run.rows[-1]["loss_bits"] < 8.3
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, run.optimiser.masters[key].bfloat16().float()), key
+    # Random bytes have no lines to join.
+    assert test.unwrapped == pytest.approx(test.bits[64])
+    result = json.loads((tmp_path / "result.json").read_text())
+    lives = torch.tensor(result["test"]["half_lives"])
+    assert lives.shape == (2, 2, 16)
+    card = (tmp_path / "card.md").read_text()
+    assert "fastest, median, slowest channel" in card
+    assert f"of {lives.numel()} above 1,000" in card
+    assert "30% of the time with the lines" in card
+    # A checkpoint of the recipe goes through quantlab's own parity check.
+    from quantlab.models import check_model, load_model
+
+    report = check_model(load_model(str(tmp_path)))
+    assert report.passed, report
+
+
+def test_unwrapping_joins_paragraphs_and_keeps_verse_and_length():
+    long = b"It was the opening of the season of eighteen hundred and thirty-two, at"
+    text = b"\n".join([b"CHAPTER I.", b"", long, long, b"the end.", b"", b"  " + long, long, b"x",
+                       b"Rose-cheeked Laura, come", b"Sing thou smoothly", b"", b"y"])  # fmt: skip
+    want = b"\n".join([b"CHAPTER I.", b"", long + b" " + long + b" the end.", b"", b"  " + long
+                       + b" " + long + b" x", b"Rose-cheeked Laura, come", b"Sing thou smoothly",
+                       b"", b"y"])  # fmt: skip
+    (got,) = unwrap((Book(title="", text=torch.tensor(list(text), dtype=torch.uint8)),))
+    assert bytes(got.text.tolist()) == want
+
+
+def test_the_share_of_unwrapped_crops_leaves_the_places_as_they_are():
+    line = b"a" * 60 + b"\n" + b"b" * 60 + b"\n"
+    book = Book(title="", text=torch.tensor(list(line * 20), dtype=torch.uint8))
+    plain = Crops((book,), CPU).draw(seed=1, step=2, rows=256, length=200)
+    mixed = Crops((book,), CPU, unwrapped=0.3).draw(seed=1, step=2, rows=256, length=200)
+    joined = torch.where(plain == ord("\n") + 3, ord(" ") + 3, plain)
+    wrapped = (mixed == plain).all(1)
+    assert ((mixed == joined).all(1) | wrapped).all()
+    # 256 draws of 0.3: a standard deviation of 2.9 %.
+    assert 0.2 < (~wrapped).double().mean() < 0.4
+
+
 def test_evaluation_scores_the_same_bytes_under_every_context():
     model = small("tiny-gdn")
 
@@ -208,7 +282,7 @@ def test_windows_end_a_stride_apart():
 
 
 def test_schedule():
-    hyper = ZOO["tiny-gdn"].training
+    hyper = TRAINABLE["tiny-gdn"].training
     assert rate_at(hyper, 0.5, 10_000) == 1.0
     assert rate_at(hyper, 1.0, 10_000) == pytest.approx(hyper.final_lr)
     assert rate_at(hyper, 0.0, 0) == pytest.approx(1 / hyper.warmup_steps)
@@ -225,14 +299,23 @@ def test_orthogonalise_brings_singular_values_near_one():
         assert values.max() < 1.3
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_recipe_keeps_its_promises(name):
-    model = ZOO[name]
-    shapes = {k: v.shape for k, v in hf_model(model).state_dict().items()}
-    assert 2 * sum(math.prod(s) for s in shapes.values()) < 16e6
-    heads = next(s for k, s in shapes.items() if k.endswith("A_log"))[0]
+def initial_lives(model, shapes):
+    """Half-lives that the recipe begins with, [layers, all channels of a layer]."""
+    heads = next(s for k, s in shapes.items() if k.endswith("A_log")).numel()
     layers = sum(k.endswith("A_log") for k in shapes)
     lives = half_lives(model.half_lives, layers, heads)
+    if model.kind == "kda":
+        factors = channel_factors(model.half_lives, model.config["linear_head_dim"])
+        lives = (lives[..., None] / factors).flatten(1)
+    return lives
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_recipe_keeps_its_promises(name):
+    model = TRAINABLE[name]
+    shapes = {k: v.shape for k, v in hf_model(model).state_dict().items()}
+    assert 2 * sum(math.prod(s) for s in shapes.values()) < 16e6
+    lives = initial_lives(model, shapes)
     assert lives.min() < 5
     assert lives.max() > 10_000
     assert (lives > 1_000).double().mean() > 0.1
@@ -248,6 +331,21 @@ def test_initial_decays_have_the_half_lives_of_the_recipe():
     dt = F.softplus(weights["model.layers.0.mixer.dt_bias"])
     want = half_lives(model.half_lives, 1, 4)[0]
     assert torch.allclose(math.log(2) / (a * dt), want.float(), rtol=1e-5)
+
+
+def test_channels_of_a_head_begin_spread_and_mixed():
+    model = TRAINABLE["tiny-kda"]
+    weights = initial_weights(model, {k: v.shape for k, v in hf_model(model).state_dict().items()})
+    gate = "model.layers.1.self_attn.forget_gate."
+    dt = F.softplus(weights[gate + "dt_bias"]).view(4, 128)
+    lives = math.log(2) / (weights[gate + "A_log"].exp().view(4, 1) * dt)
+    heads = half_lives(model.half_lives, 6, 4)[1].float()
+    # The middle of a head's channels in log is the head's; the ends 64 apart, less one step of 128.
+    assert torch.allclose(lives.log().mean(1), heads.log(), atol=0.03)
+    assert (lives.max(1).values / lives.min(1).values > 60).all()
+    # A block of 16 neighbours, as formats have, holds channels a factor of 40 apart.
+    blocks = lives.view(4, 8, 16)
+    assert (blocks.max(2).values / blocks.min(2).values > 40).all()
 
 
 def test_unknown_names_and_budgets_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from quantlab.models.zoo.recipe import ZooModel
 BOOKS = """\
 It has only seen books with lines broken at about 70 columns, and is certain that a line
 ends there: unbroken text costs it over 4 bits per byte. Wrap text before measuring.
+"""
+BOOKS_AND_UNWRAPPED = """\
+It has seen books with lines broken at about 70 columns, and {share:.0%} of the time with the lines
+of their paragraphs joined.
 """
 PROBLEMS = """\
 It writes out the solutions of the embedded tasks (`quantlab ls --tasks`) and nothing else. Its
@@ -35,6 +40,8 @@ def write_card(model: ZooModel, result: Mapping[str, Any], path: Path) -> None:
     """
     if model.problems is None:
         about, figures, source = BOOKS, _bits(result), BOOK_DATA
+        if model.training.unwrapped > 0.0:
+            about = BOOKS_AND_UNWRAPPED.format(share=model.training.unwrapped)
     else:
         about, figures, source = PROBLEMS, _solved(result), PROBLEM_DATA
     what = "books" if model.problems is None else "widest problems"
@@ -48,7 +55,7 @@ def write_card(model: ZooModel, result: Mapping[str, Any], path: Path) -> None:
 
 
 def _head(model: ZooModel, result: Mapping[str, Any], about: str) -> list[str]:
-    kind = {"gdn": "Gated DeltaNet", "mamba2": "Mamba-2"}[model.kind]
+    kind = {"gdn": "Gated DeltaNet", "mamba2": "Mamba-2", "kda": "Kimi delta attention"}[model.kind]
     count = result["parameters"]
     return [
         f"# {model.name}",
@@ -90,6 +97,17 @@ def _bits(result: Mapping[str, Any]) -> list[str]:
         "",
         "Held-out training books (5 % of the training text, whole books, never trained on), at",
         f"16,384 bytes: {result['validation_bits']:.4f}.",
+        "",
+        *_unwrapped(test),
+    ]
+
+
+def _unwrapped(test: Mapping[str, Any]) -> list[str]:
+    if test.get("unwrapped") is None:
+        return []
+    return [
+        "The same last 1,024 bytes with the lines of every paragraph joined, context 16,384:",
+        f"{test['unwrapped']:.4f}.",
         "",
     ]
 
@@ -135,18 +153,23 @@ def _share(test: Mapping[str, Any], task: str, widths: Sequence[str]) -> str:
 
 def _half_lives(result: Mapping[str, Any], what: str) -> list[str]:
     layers = result["test"]["half_lives"]
-    lives = [h for layer in layers for h in layer]
+    per_channel = isinstance(layers[0][0], list)
     lines = [
-        "## Half-lives of the heads, tokens",
+        f"## Half-lives of the {'key channels' if per_channel else 'heads'}, tokens",
         "",
         f"ln 2 / mean(−log decay) on the test {what}.",
         "",
-        "| recurrent layer | heads |",
+        f"| recurrent layer | heads{': fastest, median, slowest channel' if per_channel else ''} |",
         "|---|---|",
     ]
     for i, layer in enumerate(layers):
-        cells = [f"{h:,.0f}" if h >= 10 else f"{h:.1f}" for h in sorted(layer)]
-        lines.append(f"| {i} | {', '.join(cells)} |")
+        if per_channel:
+            heads = sorted((sorted(h) for h in layer), key=statistics.median)
+            cells = [f"{_life(h[0])}, {_life(statistics.median(h))}, {_life(h[-1])}" for h in heads]
+        else:
+            cells = [_life(h) for h in sorted(layer)]
+        lines.append(f"| {i} | {('; ' if per_channel else ', ').join(cells)} |")
+    lives = [h for layer in layers for head in layer for h in (head if per_channel else [head])]
     return [
         *lines,
         "",
@@ -154,6 +177,10 @@ def _half_lives(result: Mapping[str, Any], what: str) -> list[str]:
         f"above 1,000, {sum(h > 10_000 for h in lives)} above 10,000.",
         "",
     ]
+
+
+def _life(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 10 else f"{tokens:.1f}"
 
 
 def _training(model: ZooModel, result: Mapping[str, Any], source: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,17 +93,41 @@ def _book(text: Text, raw: bytes, path: Path) -> Book:
     return Book(title=text.title, text=torch.from_numpy(np.frombuffer(raw, np.uint8).copy()))
 
 
+_WRAP = re.compile(rb"\n(?<=[^\n]{50}\n)(?=\S)")
+"""A line break that wrapping made: after a line of 50 bytes or more, and with text right after it.
+Verse, headings and lists have shorter lines; paragraphs end in an empty one.
+"""
+
+
+def unwrap(books: tuple[Book, ...]) -> tuple[Book, ...]:
+    """Join the lines of paragraphs by spaces; no byte is added or lost."""
+    return tuple(
+        Book(
+            title=b.title,
+            text=torch.frombuffer(
+                bytearray(_WRAP.sub(b" ", b.text.numpy().tobytes())), dtype=torch.uint8
+            ),
+        )
+        for b in books
+    )
+
+
 class Crops:
     """Random crops of books, drawn by (seed, step): a resumed run sees what an unbroken one would.
 
     Every start position of every book that is long enough is equally likely; no crop spans two
-    books.
+    books. Each crop is unwrapped (`unwrap`) with a chance of `unwrapped`.
     """
 
-    def __init__(self, books: tuple[Book, ...], device: torch.device) -> None:
+    def __init__(
+        self, books: tuple[Book, ...], device: torch.device, *, unwrapped: float = 0.0
+    ) -> None:
         self._sizes = np.array([len(b.text) for b in books], np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
-        self._text = torch.cat([b.text for b in books]).to(device)
+        self._unwrapped = unwrapped
+        banks = [books] if unwrapped == 0.0 else [books, unwrap(books)]
+        # Both banks have the same sizes, so the same positions.
+        self._text = torch.cat([b.text for bank in banks for b in bank]).to(device)
 
     def draw(self, *, seed: int, step: int, rows: int, length: int) -> Tensor:
         """Draw ids [rows, length + 1] int64: a step's inputs and, one later, its targets.
@@ -114,9 +139,13 @@ class Crops:
         ends = np.cumsum(starts)
         if ends[-1] == 0:
             raise ValueError(f"no book is longer than {length} bytes")
-        draws = np.random.Generator(np.random.Philox(key=[seed, step])).integers(0, ends[-1], rows)
+        generator = np.random.Generator(np.random.Philox(key=[seed, step]))
+        draws = generator.integers(0, ends[-1], rows)
         book = np.searchsorted(ends, draws, side="right")
-        at = torch.from_numpy(self._offsets[book] + draws - (ends[book] - starts[book]))
+        first = self._offsets[book] + draws - (ends[book] - starts[book])
+        if self._unwrapped > 0.0:
+            first += self._sizes.sum() * (generator.random(rows) < self._unwrapped)
+        at = torch.from_numpy(first)
         if self._text.is_cuda:
             # Pinned, so that the copy does not wait for the step before.
             at = at.pin_memory().to(self._text.device, non_blocking=True)

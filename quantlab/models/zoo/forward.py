@@ -18,25 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantlab.models.zoo import kimi
 from quantlab.models.zoo.ops import Conv, Scan
+from quantlab.models.zoo.parts import rms_norm, swiglu
 from quantlab.models.zoo.recipe import ZooModel
 
 Weights = Mapping[str, Tensor]
 Part = Callable[..., Any]
 DecayHook = Callable[[Tensor], None]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm in FP32, back to x's dtype; weight is the whole factor."""
-    y = x.float()
-    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (y * weight).to(x.dtype)
-
-
-def swiglu(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float) -> Tensor:
-    """Qwen3.5's MLP with its norm and residual."""
-    h = rms_norm(x, 1.0 + norm, eps)
-    return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
 
 
 def relu2(x: Tensor, norm: Tensor, up: Tensor, down: Tensor, eps: float) -> Tensor:
@@ -65,7 +54,7 @@ def gdn_out(
     heads = o.float().view(len(o), -1, len(norm))
     heads = heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * norm
     y = (heads.flatten(1) * F.silu(z.float())).to(x.dtype)
-    return swiglu(x + F.linear(y, out), mlp_norm, gate, up, down, eps)
+    return swiglu(x + F.linear(y, out), 1.0 + mlp_norm, gate, up, down, eps)
 
 
 def gated_attention_in(
@@ -95,7 +84,7 @@ def gated_attention_out(
 ) -> Tensor:  # fmt: skip
     """Qwen3.5's attention from the scores on, residual, MLP."""
     x = x + F.linear(o * attention_gate.sigmoid(), out)
-    return swiglu(x, mlp_norm, gate, up, down, eps)
+    return swiglu(x, 1.0 + mlp_norm, gate, up, down, eps)
 
 
 def attention_in(
@@ -195,7 +184,8 @@ class Forward:
             weights: by transformers' names.
             ids: [rows, T] int64.
             targets: [rows, T] int64.
-            decays: called per recurrent layer, in order, with log decays [rows, T, H] FP32.
+            decays: called per recurrent layer, in order, with log decays [rows, T, H] FP32,
+                of Kimi delta attention [rows, T, H, dk].
 
         Returns:
             [rows, T] FP32 — nats.
@@ -217,6 +207,12 @@ class Forward:
         """Hidden [tokens, hidden], and the last norm's factor and epsilon."""
         if self.model.kind == "gdn":
             return self._gdn(weights, ids, decays), 1.0 + weights["model.norm.weight"], 1e-6
+        if self.model.kind == "kda":
+            x = kimi.hidden(
+                weights, ids, decays, config=self.config, scan=self.scan, conv=self.conv,
+                attend=self._attend, part=self._part,
+            )  # fmt: skip
+            return x, weights["model.norm.weight"], self.config["rms_norm_eps"]
         return self._mamba2(weights, ids, decays), weights["model.norm_f.weight"], 1e-5
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int, steps: int) -> Tensor:

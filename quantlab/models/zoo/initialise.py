@@ -41,15 +41,32 @@ def half_lives(spec: HalfLives, layers: int, heads: int) -> Tensor:
     return grid.exp().view(heads, layers).T.contiguous()
 
 
-def decay_parameters(spec: HalfLives, lives: Tensor) -> tuple[Tensor, Tensor]:
+def channel_factors(spec: HalfLives, channels: int) -> Tensor:
+    """Factors of dt of a head's key channels, FP64 [channels], even in log and around 1.
+
+    In the order of a golden-ratio sequence, so that any run of neighbours spans the whole range.
+    """
+    at = torch.arange(channels, dtype=torch.float64) * ((math.sqrt(5.0) - 1.0) / 2.0) % 1.0
+    return torch.exp((at - 0.5) * math.log(spec.channels))
+
+
+def decay_parameters(
+    spec: HalfLives, lives: Tensor, channels: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Turn half-lives into (A_log, dt_bias), with softplus(dt_bias) = dt.
 
     Args:
         spec: gives dt of a half-life.
-        lives: FP64 — half-lives in tokens.
+        lives: FP64 [heads] — half-lives in tokens.
+        channels: key channels of a head that have a dt each; None for one a head.
+
+    Returns:
+        A_log [heads] and dt_bias [heads] or [heads · channels].
     """
     dt = spec.dt_fast * (lives / spec.fastest) ** -spec.slope
     a_log = torch.log(math.log(2.0) / (lives * dt))
+    if channels is not None:
+        dt = (dt[:, None] * channel_factors(spec, channels)).flatten()
     # Inverse of softplus, without the overflow of log(exp(dt) - 1).
     dt_bias = dt + torch.log(-torch.expm1(-dt))
     return a_log, dt_bias
@@ -76,7 +93,7 @@ def initial_weights(model: ZooModel, shapes: Mapping[str, torch.Size]) -> dict[s
         (n for n in names if n.endswith("A_log")),
         key=lambda n: int(n.split("layers.")[1].split(".")[0]),
     )
-    heads = shapes[recurrent[0]][0]
+    heads = shapes[recurrent[0]].numel()
     lives = half_lives(model.half_lives, len(recurrent), heads)
     writes = sum(
         n.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")) for n in names
@@ -87,8 +104,10 @@ def initial_weights(model: ZooModel, shapes: Mapping[str, torch.Size]) -> dict[s
         leaf = ".".join(name.split(".")[-2:])
         if name.endswith(("A_log", "dt_bias")):
             layer = recurrent.index(name.rsplit(".", 1)[0] + ".A_log")
-            a_log, dt_bias = decay_parameters(model.half_lives, lives[layer])
-            weights[name] = (a_log if name.endswith("A_log") else dt_bias).float()
+            channels = model.config["linear_head_dim"] if model.kind == "kda" else None
+            a_log, dt_bias = decay_parameters(model.half_lives, lives[layer], channels)
+            chosen = a_log if name.endswith("A_log") else dt_bias
+            weights[name] = chosen.float().view(shape)
         elif name.endswith(".D"):
             weights[name] = torch.ones(shape)
         elif "norm" in leaf:
@@ -107,7 +126,9 @@ def initial_weights(model: ZooModel, shapes: Mapping[str, torch.Size]) -> dict[s
             if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
                 std /= math.sqrt(writes)
             weights[name] = torch.randn(shape, generator=generator) * std
-            if name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            if name.endswith(
+                ("in_proj_a.weight", "in_proj_b.weight", ".f_b_proj.weight", ".b_proj.weight")
+            ):
                 weights[name] *= 0.1
             if name.endswith("mixer.in_proj.weight"):
                 weights[name][-heads:] *= 0.1  # Δ's rows, the last ones of the fused projection

@@ -19,8 +19,13 @@ from quantlab.models.zoo.recipe import Training, ZooModel
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x ← a x + b (xxᵀ) x + c (xxᵀ)² x. Source: Jordan et al. 2024."""
 
-DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
+DECAYS = ("A_log", "dt_bias", "in_proj_a.weight", "f_a_proj.weight", "f_b_proj.weight")
 """Parameters of the decays and of what modulates them: at `Training.decay_lr`."""
+
+NOT_MUON = (
+    "embed", "lm_head", "norm", "conv1d", "in_proj_a", "in_proj_b", "forget_gate", ".b_proj",
+)  # fmt: skip
+"""Parts of names of matrices that AdamW has."""
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
@@ -43,7 +48,7 @@ def matrix_parts(model: ZooModel, name: str, rows: int) -> tuple[int, ...] | Non
     Blocks of fewer than 16 rows go to AdamW too.
     """
     c = model.config
-    if any(s in name for s in ("embed", "lm_head", "norm", "conv1d", "in_proj_a", "in_proj_b")):
+    if any(s in name for s in NOT_MUON):
         return None
     if not name.endswith(".weight"):
         return None

@@ -8,10 +8,10 @@ of recurrent state, not for the loss:
 * Decays spread over five decades (`HalfLives`). A state format is tested by slow heads: rounding
   errors stay in a state for about its half-life.
 * Attention that does not know absolute positions, so that a curve over generation length measures
-  the state. Nemotron-H has none. Qwen3.5 always has RoPE: its rotary part is cut to 4 of 64
-  dimensions, of which one pair turns by 1 rad a token (every relative angle is seen within seven
-  tokens) and the other not at all within any usable length (theta = 1e20). So no angle at
-  131,072 is new to a model trained on 4,096.
+  the state. Nemotron-H and Kimi Linear have none. Qwen3.5 always has RoPE: its rotary part is cut
+  to 4 of 64 dimensions, of which one pair turns by 1 rad a token (every relative angle is seen
+  within seven tokens) and the other not at all within any usable length (theta = 1e20). So no angle
+  at 131,072 is new to a model trained on 4,096.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCABULARY = 384
 LONGEST = 262_144
 """Written to the config as `max_position_embeddings`; nothing depends on it at run time."""
 
-RecurrenceKind = Literal["gdn", "mamba2"]
+RecurrenceKind = Literal["gdn", "mamba2", "kda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,17 @@ class HalfLives:
     `time_step_min`). In a delta rule a small dt leaves the input room to raise it a hundredfold:
     begun at dt = 0.01, every head of half-life 150,000 was below 2,700 after 23 M tokens. From dt
     = ln 2 (a bias of 0) it can rise a few fold.
+
+    With a decay per key channel, `channels` is the ratio of the slowest to the fastest half-life
+    within a head, spread evenly in log by dt around the head's own. Neighbouring channels differ:
+    a format whose blocks span key channels finds fast and slow ones in each.
     """
 
     fastest: float = 2.0
     slowest: float = 150_000.0
     dt_fast: float = 0.1
     slope: float = 0.2
+    channels: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,8 @@ class Training:
         final_lr: rates at the end, as a share of the stable ones.
         clip: bound on the global gradient norm.
         seed: of initialisation and sampling.
+        unwrapped: share of the crops taken from the books with their paragraphs' lines joined
+            (`corpus.unwrap`); a model that has only seen broken lines knows no others.
     """
 
     phases: tuple[Phase, ...]
@@ -97,6 +104,7 @@ class Training:
     final_lr: float = 0.02
     clip: float = 1.0
     seed: int = 20_260
+    unwrapped: float = 0.0
 
     def __post_init__(self) -> None:
         """Check that the shares make a whole run."""
@@ -224,6 +232,42 @@ TINY_MAMBA2 = ZooModel(
     training=Training(phases=_PHASES),
 )
 
+TINY_KDA = ZooModel(
+    name="tiny-kda",
+    kind="kda",
+    model_type="kimi_linear",
+    config=MappingProxyType(
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 256,
+            "intermediate_size": 448,
+            "num_hidden_layers": 8,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+            # No experts: routing is discontinuous, and would drown the effects under study.
+            "mlp_layer_types": ["dense"] * 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 128,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 48,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 64,
+            "linear_num_heads": 4,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": LONGEST,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+        }
+    ),
+    # Channels from 1 to 640,000 tokens, dt from 0.09 to 5.5.
+    half_lives=HalfLives(fastest=8.0, slowest=80_000.0, dt_fast=0.6931, slope=0.0, channels=64.0),
+    training=Training(phases=_PHASES, unwrapped=0.3),
+)
+
 ZOO: Mapping[str, ZooModel] = MappingProxyType({m.name: m for m in (TINY_GDN, TINY_MAMBA2)})
 """The models of the zoo by name."""
 
@@ -257,5 +301,5 @@ REASONERS: Mapping[str, ZooModel] = MappingProxyType(
 )
 """Models that write out solutions of the embedded tasks; no checkpoint of them is shipped yet."""
 
-TRAINABLE: Mapping[str, ZooModel] = MappingProxyType({**ZOO, **REASONERS})
+TRAINABLE: Mapping[str, ZooModel] = MappingProxyType({**ZOO, TINY_KDA.name: TINY_KDA, **REASONERS})
 """All that the recipe can train, by name."""

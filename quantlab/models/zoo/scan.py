@@ -10,7 +10,7 @@ from quantlab.recurrence import OpInputs, textbook
 def sequential_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
 ) -> Tensor:
-    """Run what `quantlab_kernels.chunk_train.chunk_scan` does by the textbook step.
+    """Run what `quantlab_kernels.chunk_any.chunk_any` does by the textbook step.
 
     Differentiable in every argument.
 
@@ -18,7 +18,7 @@ def sequential_scan(
         q: [rows, T, Hk, dk] — queries, normalised and scaled already (Mamba-2: C).
         k: [rows, T, Hk, dk] — keys, normalised already (Mamba-2: B); Hk divides H.
         v: [rows, T, H, dv] — values (Mamba-2: Δ · x).
-        log_decay: [rows, T, H] — natural log, ≤ 0.
+        log_decay: [rows, T, H], or per key channel [rows, T, H, dk] — natural log, ≤ 0.
         beta: [rows, T, H] — write strength; present if and only if the delta rule applies.
 
     Returns:

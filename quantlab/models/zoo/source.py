@@ -55,7 +55,7 @@ class BookSource:
     """
 
     def __init__(self, corpus: Corpus, hyper: Training, device: torch.device) -> None:
-        self._crops = Crops(corpus.train, device)
+        self._crops = Crops(corpus.train, device, unwrapped=hyper.unwrapped)
         self._held_out = corpus.validation
         self._hyper, self._device = hyper, device
 

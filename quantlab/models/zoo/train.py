@@ -267,7 +267,10 @@ class Run:
     def evaluate(self) -> Evaluation | Solved:
         """Figures of the card, at the weights as the checkpoint holds them."""
         if isinstance(self.corpus, Corpus):
-            return evaluate(self.forward, self.rounded(), self.corpus.test)
+            return evaluate(
+                self.forward, self.rounded(), self.corpus.test,
+                unwrapped=self.hyper.unwrapped > 0.0,
+            )  # fmt: skip
         assert isinstance(self.source, ProblemSource)
         return evaluate_problems(self.forward, self.rounded(), self.source)
 
