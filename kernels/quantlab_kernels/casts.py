@@ -31,6 +31,7 @@ from quantlab.formats.stored import StoredStates
 from quantlab_kernels.codes import (
     e4m3_size_codes,
     packed_codes,
+    packed_halves,
     packed_pairs,
     scaled_codes,
     unscaled_codes,
@@ -161,10 +162,13 @@ def encode_kernel(
         else:
             magnitude = scaled_elements(x, used, words, FORMAT, SR)
             codes = scaled_codes(magnitude, x, (used != used)[:, None], FORMAT)
-        if WHOLE:
-            packed = packed + packed_codes(codes, BITS)
+        if WHOLE and BITS == 16:
+            packed = packed + packed_halves(codes)
+        elif WHOLE:
+            number, last = packed_codes(codes, BITS)
+            packed = packed + (number.to(tl.int32, bitcast=True),)  # noqa: RUF005
             if FORMAT == "nvfp4":
-                after = packed[-1] >> 16  # likewise 0, once these codes are formed
+                after = (last >> 16).to(tl.int32) & 1  # likewise 0, once these codes are formed
         elif BITS == 4:
             pair = packed_pairs(codes)
             byte = (group_of_row * QUADS + q)[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -172,9 +176,10 @@ def encode_kernel(
             code_mask = live[:, None] & (byte < code_width)
             tl.store(codes_ptr + code_place, pair.to(tl.int8), mask=code_mask)
         else:
+            low = codes if BITS == 16 else codes >> 24
             code_place = (start + inner)[:, None] * code_width + channel
             code_mask = live[:, None] & (channel < dk)
-            tl.store(codes_ptr + code_place, codes.to(codes_ptr.dtype.element_ty), mask=code_mask)
+            tl.store(codes_ptr + code_place, low.to(codes_ptr.dtype.element_ty), mask=code_mask)
 
     if WHOLE:
         # code_width counts 32-bit numbers here

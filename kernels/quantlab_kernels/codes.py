@@ -10,7 +10,14 @@ Reference: quantlab.formats.codes.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.rounding import INF_BITS, abs_bits, round_bf16, round_fp16, with_sign_of
+from quantlab_kernels.rounding import (
+    INF_BITS,
+    SIGN_BIT,
+    abs_bits,
+    round_bf16,
+    round_fp16,
+    with_sign_of,
+)
 
 FP16_NAN = tl.constexpr(0x7E00)
 BF16_NAN = tl.constexpr(0x7FC0)
@@ -38,7 +45,10 @@ def e4m3_size_values(codes):
 
 @triton.jit
 def scaled_codes(magnitude, x, bad, FORMAT: tl.constexpr):
-    """Encode elements of scaled formats.
+    """Encode elements of scaled formats, each code in the highest bits of a number.
+
+    There it needs no mask: the sign bit of a float is at its place, and `packed_codes` shifts the
+    highest bits of one number into the next by one instruction.
 
     Args:
         magnitude: FP32, non-negative values of the element type; in poisoned blocks what
@@ -48,19 +58,19 @@ def scaled_codes(magnitude, x, bad, FORMAT: tl.constexpr):
         FORMAT: "fp8", "nvfp4", "int8" or "int4".
 
     Returns:
-        int32 codes; of "int8" only the low eight bits count.
+        uint32; the bits below the code are 0.
     """
-    if FORMAT == "fp8":
-        sign_bit = tl.where(bad, 0, 0x80)
-        codes = (magnitude * FP32_TO_E4M3).to(tl.int32, bitcast=True) >> 20
-        return ((x.to(tl.int32, bitcast=True) >> 24) & sign_bit) | codes
-    elif FORMAT == "nvfp4":
-        sign_bit = tl.where(bad, 0, 0x8)
-        codes = (magnitude * FP32_TO_E2M1).to(tl.int32, bitcast=True) >> 22
-        return ((x.to(tl.int32, bitcast=True) >> 28) & sign_bit) | codes
+    if FORMAT == "fp8" or FORMAT == "nvfp4":
+        sign = x.to(tl.int32, bitcast=True) & tl.where(bad, 0, SIGN_BIT)
+        if FORMAT == "fp8":
+            size = (magnitude * FP32_TO_E4M3).to(tl.int32, bitcast=True) << 4
+        else:
+            size = (magnitude * FP32_TO_E2M1).to(tl.int32, bitcast=True) << 6
+        codes = size | sign
     else:
-        codes = (with_sign_of(magnitude, x) + WHOLE).to(tl.int32, bitcast=True)
-        return (codes & 0xF) if FORMAT == "int4" else codes
+        BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+        codes = (with_sign_of(magnitude, x) + WHOLE).to(tl.int32, bitcast=True) << (32 - BITS)
+    return codes.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -98,33 +108,42 @@ def unscaled_codes(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
 
 
 @triton.jit
-def packed_codes(codes, BITS: tl.constexpr):
-    """Pack four codes of a last axis [groups, 4] into numbers, the first lowest.
-
-    Of 16-bit and eight-bit codes the bits above are dropped, of four-bit codes they must be 0.
+def packed_halves(codes):
+    """Pack four 16-bit codes of a last axis [groups, 4], right in their low bits.
 
     Returns:
-        a tuple of int32 [groups]: two of 16-bit codes, else one, of 16 bits for four-bit codes.
+        two int32 [groups], the first code lowest.
     """
     G: tl.constexpr = codes.shape[0]
     even, odd = tl.split(tl.reshape(codes, [G, 2, 2]))
-    if BITS == 16:
-        a, b = tl.split((even & 0xFFFF) | odd << 16)
-        return (a, b)
-    elif BITS == 8:
-        a, b = tl.split((even & 0xFF) | (odd & 0xFF) << 8)
-        return (a | b << 16,)
-    else:
-        a, b = tl.split(even | odd << 4)
-        return (a | b << 8,)
+    a, b = tl.split((even & 0xFFFF) | odd << 16)
+    return a, b
+
+
+@triton.jit
+def packed_codes(codes, BITS: tl.constexpr):
+    """Pack four codes of a last axis [groups, 4], each in the highest BITS bits of a uint32.
+
+    Returns:
+        uint32 [groups], 4 BITS bits with the first code lowest; and the last of the four numbers.
+    """
+    G: tl.constexpr = codes.shape[0]
+    even, odd = tl.split(tl.reshape(codes, [G, 2, 2]))
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    REST: tl.constexpr = 32 - BITS
+    packed = ((c3 >> REST) << BITS) | (c2 >> REST)
+    packed = (packed << BITS) | (c1 >> REST)
+    packed = (packed << BITS) | (c0 >> REST)
+    return packed, c3
 
 
 @triton.jit
 def packed_pairs(codes):
-    """Pack four-bit codes [groups, 4] two to a byte: [groups, 2] int32."""
+    """Pack four-bit codes [groups, 4], as `scaled_codes` gives them, two to a byte: [groups, 2]."""
     G: tl.constexpr = codes.shape[0]
     even, odd = tl.split(tl.reshape(codes, [G, 2, 2]))
-    return even | odd << 4
+    return (even >> 28) | (odd >> 28) << 4
 
 
 @triton.jit
