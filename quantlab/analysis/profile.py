@@ -124,6 +124,7 @@ def _heads(
             "deviation": deviation,
             "relative": (series["deviation"] / series["state"]).mean(0),
             "read_deviation": series["read_deviation"].mean(0),
+            "read_relative": (series["read_deviation"] / series["state"]).mean(0),
             "from_reference": series["from_reference"].mean(0),
             "output_relative": series["output_error"].sum(0) / series["output"].sum(0),
             "step_relative": series["step_error"].sum(0) / series["step_output"].sum(0),

@@ -52,6 +52,7 @@ HEAD_SCHEMA = pa.schema(
         _number("deviation", "mean over observations of the mean square of D: accumulated error"),
         _number("relative", "mean over observations of mean square of D over that of the state"),
         _number("read_deviation", "as deviation, of the copy that steps 1 … L − 1 read"),
+        _number("read_relative", "as relative, of that copy"),
         _number("from_reference", "as deviation, from the reference run's stored state"),
         _number("output_relative", "Σ ‖D q‖² over Σ ‖S q‖²"),
         _number("step_relative", "Σ over all steps ‖o − o*‖² over Σ ‖o*‖², o* the shadow's output"),

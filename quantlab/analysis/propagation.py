@@ -102,7 +102,7 @@ def _heads(heads: dict[str, Array]) -> dict[str, float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "relative": float(np.median(heads["relative"])),
-            "read_relative": float(np.median(heads["read_deviation"] / heads["state"])),
+            "read_relative": float(np.median(heads["read_relative"])),
             "output_relative": float(np.median(heads["output_relative"])),
             "step_relative": float(np.median(heads["step_relative"])),
             "write_relative": float(np.median(heads["write"] / heads["state"])),

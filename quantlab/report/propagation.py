@@ -29,7 +29,9 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
             rows,
             {
                 "state": "relative",
+                "read": "read_relative",
                 "output": "output_relative",
+                "steps": "step_relative",
                 "÷ by reference": "reference_ratio",
                 "Spearman": "spearman",
                 "of relative": "spearman_relative",
@@ -38,7 +40,8 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
                 "NLL first": "excess_nll_first",
                 "NLL last": "excess_nll_last",
             },
-            "state, output: mean square error over mean square, median head. ÷ by reference: "
+            "state, read copy, output of the stored state right after a store, and outputs of all "
+            "steps as they were: mean square error over mean square, median head. ÷ by reference: "
             "deviation from the reference run over deviation from the exact recurrence on the "
             "run's own inputs. Spearman of half-life with accumulated error, and with error "
             "relative to the state; quarter: share of it in the longest-lived quarter of units. "
@@ -54,6 +57,9 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
                 "÷ contracted": "contracted_ratio",
                 "above": "heads_above_bound",
                 "÷ closed form": "closed_form_ratio",
+                "÷ limits": "limit_ratio",
+                "left": "probe_left",
+                "left, no rule": "oracle_left",
                 "oracle": "oracle_ratio",
             },
             "write: mean square error of one write over the state's mean square, median head. "
@@ -61,8 +67,9 @@ def propagation_tables(summary: pa.Table) -> list[Table]:
             "Measured deviation over what independent errors come to under the run's own gates, "
             "with the bias added, and with a delta rule's contraction under isotropic keys; "
             "above: share of heads over the first; closed form: σ²/(1 − α^{2L}) of the mean gate, "
-            "median head. oracle: output error of one injection without the delta rule's feedback "
-            "over with it",
+            "limits: b²/(1 − α^L)² + σ²/(1 − α^{2L}), median head. left: share of the first "
+            "store's squared error at the end, median head, and without the delta rule's feedback. "
+            "oracle: output error of this one injection without feedback over with it",
         ),
         _columns(
             rows,
@@ -116,6 +123,13 @@ def write_propagation(result: Propagation) -> list[Path]:
             result.tables["rows"],
             names,
             title=f"{spec.model}: drift of stored states",
+            subtitle=subtitle,
+        ),
+        "injection": injection_figure(
+            result.tables["rows"],
+            result.tables["heads"],
+            names,
+            title=f"{spec.model}: one rounding error, left to the recurrence",
             subtitle=subtitle,
         ),
     }
@@ -185,6 +199,47 @@ def drift_figure(series: pa.Table, names: dict[str, str], *, title: str, subtitl
             x=_axis(alt, "X", points, "x", "tokens generated after the prompt"),
             y=_axis(alt, "Y", points, "y", "mean square error ÷ mean square of the state"),
             color=_colour(alt, list(names.values())),
+        )
+    )
+    return finish(alt, chart, title=title, subtitle=subtitle)
+
+
+def injection_figure(
+    series: pa.Table, heads: pa.Table, names: dict[str, str], *, title: str, subtitle: str
+) -> Any:
+    """Draw what is left of the first store's squared error, mean over heads and streams.
+
+    Solid as the recurrence has it, dashed if no delta rule read the error back; without a delta
+    rule the two are one line.
+    """
+    import altair as alt
+
+    first = {
+        tuple(r[k] for k in ("policy", "stream", "layer", "head")): r["first_error"]
+        for r in heads.to_pylist()
+    }
+    left: dict[tuple[str, int, str], list[float]] = {}
+    for r in series.to_pylist():
+        error = first[tuple(r[k] for k in ("policy", "stream", "layer", "head"))]
+        if r["policy"] in names and error > 0:
+            for column, name in (("probe", "as it is"), ("oracle", "no feedback")):
+                key = (names[r["policy"]], r["position"], name)
+                left.setdefault(key, []).append(r[column] / error)
+    points = [
+        {"policy": policy, "x": x, "rule": rule, "y": float(np.mean(found))}
+        for (policy, x, rule), found in left.items()
+        if _drawable(float(np.mean(found)))
+    ]
+    rules = ["as it is", "no feedback"]
+    dash = alt.Scale(domain=rules, range=[[1, 0], [4, 3]])
+    chart = (
+        alt.Chart(alt.Data(values=points))
+        .mark_line(strokeWidth=1.8)
+        .encode(
+            x=_axis(alt, "X", points, "x", "tokens since the injection"),
+            y=_axis(alt, "Y", points, "y", "share left, squared"),
+            color=_colour(alt, list(names.values())),
+            strokeDash=alt.StrokeDash("rule:N", title="delta rule", sort=rules, scale=dash),
         )
     )
     return finish(alt, chart, title=title, subtitle=subtitle)

@@ -76,12 +76,14 @@ def test_tables_are_complete(watched):
     last = summary[str(result.spec.policies[2])]
     # two copies: the recurrence copy follows its own inputs, which feel the read copy's error
     assert last["reference_ratio"] > 1e3
+    # and its read copy deviates as FP4 does, in itself and in what steps put out
+    assert last["read_relative"] > 1e6 * last["relative"] and last["step_relative"] > 1e-5
     for name in ("propagation.csv", *(f"{table}.parquet" for table in TABLES)):
         assert (result.path / name).exists()
     text = "\n".join(plain(t) for t in propagation_tables(result.summary))
     assert "shared nvfp4-sr L=4" in text
     assert [f.name for f in write_propagation(result)] == [
-        "heads.png", "heads.svg", "drift.png", "drift.svg",
+        "heads.png", "heads.svg", "drift.png", "drift.svg", "injection.png", "injection.svg",
     ]  # fmt: skip
 
 
