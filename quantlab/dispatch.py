@@ -52,6 +52,52 @@ def scan_class(
     return scan
 
 
+def decode_states(device: torch.device | str, implementation: Implementation = "auto") -> type[Any]:
+    """Choose what holds and steps the recurrent states of a decoder's rows.
+
+    Args:
+        device: where the model is.
+        implementation: "auto" takes the decode kernels on CUDA and plain torch elsewhere.
+
+    Returns:
+        A class of `quantlab.engine.decoder.RowStates`.
+
+    Raises:
+        ValueError: no such implementation.
+        MissingAsset: the kernels are wanted and Triton is not installed.
+    """
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"unknown implementation {implementation!r}; known: "
+            f"{', '.join(get_args(Implementation))}"
+        )
+    if implementation == "auto":
+        implementation = "triton" if torch.device(device).type == "cuda" else "torch"
+    if implementation == "torch":
+        from quantlab.engine.rowwise_states import RowwiseStates
+
+        return RowwiseStates
+    with _triton(f"decoding on {device}", "choose implementation='torch' to run the slower one"):
+        from quantlab_kernels.decode_states import KernelStates
+    states: type[Any] = KernelStates
+    return states
+
+
+def decode_attention() -> type[Any]:
+    """Hand out attention of one query a row over a cache at fixed addresses, on a GPU.
+
+    Returns:
+        `quantlab_kernels.decode_attention.DecodeAttention`.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("decoding on a GPU", "decode on a CPU to try it without"):
+        from quantlab_kernels.decode_attention import DecodeAttention
+    attention: type[Any] = DecodeAttention
+    return attention
+
+
 def training_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hand out the recurrence and the convolution that the zoo is trained with on a GPU.
 

@@ -155,6 +155,7 @@ class StateStore:
             states,
             slots,
             cursors.stream,
+            cursors.diverged,
             self.codes,
             self.scales,
             self.state_scale,
@@ -306,6 +307,19 @@ class LayerCache:
         """Whether a flush derives corrections again."""
         return self.delta and self.policy.corrections == "rederive"
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a later step reads, by name; the live ones."""
+        stores = {"recur": self.recur}
+        if self.policy.kind == "separate":
+            stores["read"] = self.read
+        named = {
+            f"{copy}.{part}": getattr(store, part)
+            for copy, store in stores.items()
+            for part in ("codes", "scales", "state_scale")
+        }
+        named |= {n: getattr(self, n) for n in ("keys", "values", "written", "logs", "strengths")}
+        return {name: x for name, x in named.items() if x.numel()}
+
     def start(self, states: Tensor, slots: Tensor, cursors: Cursors) -> None:
         """Store unrounded states [rows, H, dv, dk] after the prompt, in each copy."""
         keys = {"seed": self.seed, "layer": self.layer}
@@ -455,6 +469,7 @@ class LayerCache:
             plan.lines,
             plan.counts,
             cursors.stream,
+            cursors.diverged,
             signed_seed(self.seed),
             self.layer,
             plan.capacity,
@@ -503,6 +518,7 @@ class LayerCache:
             plan.lines,
             plan.counts,
             cursors.stream,
+            cursors.diverged,
             signed_seed(self.seed),
             self.layer,
             plan.capacity,

@@ -14,7 +14,7 @@ Not covered: dk that is not 16 * 2**n <= 128.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.decode_formats import load_state, row_product, store_tile
+from quantlab_kernels.decode_formats import load_state, mark_diverged, row_product, store_tile
 from quantlab_kernels.decode_plan import FLUSH, ROW, SLOT
 
 
@@ -32,6 +32,7 @@ def conventional_step_kernel(
     lines_ptr,
     counts_ptr,
     streams_ptr,
+    diverged_ptr,
     seed,
     layer,
     n_rows,
@@ -111,7 +112,8 @@ def conventional_step_kernel(
         S = tl.fma(u[:, None, None], k[None, :, :], S)
         out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + value
         tl.store(out_ptrs, row_product(S, q), mask=in_v)
-        store_tile(
+        number = tl.load(lines_ptr + FLUSH * n_rows + line)
+        largest = store_tile(
             S,
             codes_ptr,
             scales_ptr,
@@ -122,7 +124,7 @@ def conventional_step_kernel(
             seed,
             layer,
             tl.load(streams_ptr + slot),
-            tl.load(lines_ptr + FLUSH * n_rows + line),
+            number,
             (head * dv + first) * DK,
             FORMAT,
             SR,
@@ -130,3 +132,4 @@ def conventional_step_kernel(
             DK,
             WIDTH,
         )
+        mark_diverged(diverged_ptr, slot, number, largest)

@@ -24,7 +24,7 @@ Not covered: L = 1 (decode_conventional.py), several tokens at once.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.decode_formats import load_state, row_product, store_tile
+from quantlab_kernels.decode_formats import load_state, mark_diverged, row_product, store_tile
 from quantlab_kernels.decode_plan import FLUSH as STORE_NUMBER
 from quantlab_kernels.decode_plan import ROW, SLOT
 from quantlab_kernels.decode_steps import load_record, record_value
@@ -56,6 +56,7 @@ def replay_flush_kernel(
     lines_ptr,
     counts_ptr,
     streams_ptr,
+    diverged_ptr,
     seed,
     layer,
     n_rows,
@@ -218,7 +219,7 @@ def replay_flush_kernel(
         first_element = (head * dv + first) * DK
         if SEPARATE:
             read_state = slot * read_slot_states + head
-            store_tile(
+            largest = store_tile(
                 S,
                 read_codes_ptr,
                 read_scales_ptr,
@@ -237,7 +238,8 @@ def replay_flush_kernel(
                 DK,
                 WIDTH,
             )
-        store_tile(
+            mark_diverged(diverged_ptr, slot, number, largest)
+        largest = store_tile(
             S,
             codes_ptr,
             scales_ptr,
@@ -256,4 +258,5 @@ def replay_flush_kernel(
             DK,
             WIDTH,
         )
+        mark_diverged(diverged_ptr, slot, number, largest)
         item += tl.num_programs(0)

@@ -267,6 +267,11 @@ def _rounded(y, words, QMAX: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr
 
 
 @triton.jit
+def _largest(x):
+    return tl.max(tl.max(tl.max(abs_bits(x), axis=2), axis=1), axis=0)
+
+
+@triton.jit
 def store_tile(
     x,
     codes_ptr,
@@ -306,6 +311,9 @@ def store_tile(
         BLOCK_V: rows.
         DK: columns.
         WIDTH: of x.
+
+    Returns:
+        Bits of the largest magnitude: INF_BITS or more where what is stored is not finite.
     """
     row = tl.arange(0, BLOCK_V)
     inside = row < rows_left
@@ -322,11 +330,16 @@ def store_tile(
         words = x
     if FORMAT == "fp32":
         tl.store(codes_ptr + place, x, mask=mask)
+        return _largest(x)
     elif FORMAT == "fp16":
-        tl.store(codes_ptr + place, round_fp16(x, words, SR).to(tl.float16), mask=mask)
+        stored = round_fp16(x, words, SR)
+        tl.store(codes_ptr + place, stored.to(tl.float16), mask=mask)
+        return _largest(stored)
     elif FORMAT == "bf16":
-        bits = round_bf16(x, words, SR).to(tl.int32, bitcast=True) >> 16
+        stored = round_bf16(x, words, SR)
+        bits = stored.to(tl.int32, bitcast=True) >> 16
         tl.store(codes_ptr + place, bits.to(tl.int16), mask=mask)
+        return _largest(stored)
     elif FORMAT == "fp8":
         bits = tl.max(tl.max(abs_bits(x), axis=1), axis=1)
         scale = tl.minimum(tl.div_rn(bits.to(tl.float32, bitcast=True), E4M3_MAX), FP8_CAP)
@@ -338,6 +351,7 @@ def store_tile(
         code = (code & 0x7F) | ((code >> 4) & 0x80)  # the sign from bit 11 to bit 7
         tl.store(codes_ptr + place, code.to(tl.uint8), mask=mask)
         tl.store(scales_ptr + row0 + row, scale, mask=inside)
+        return tl.max(bits, axis=0)
     else:
         BLOCKS: tl.constexpr = DK // NVFP4_BLOCK
         blocks = tl.reshape(x, [BLOCK_V, BLOCKS, NVFP4_BLOCK])
@@ -371,6 +385,17 @@ def store_tile(
             mask=inside[:, None],
         )
         tl.store(state_scale_ptr + state, whole)
+        return tl.max(tl.max(bits, axis=1), axis=0)
+
+
+@triton.jit
+def mark_diverged(diverged_ptr, slot, flush, largest):
+    """Note the first store of a slot that is not finite; `largest` is of `store_tile`.
+
+    Programs and layers of one step write the same number, so their order does not matter.
+    """
+    known = tl.load(diverged_ptr + slot)
+    tl.store(diverged_ptr + slot, flush, mask=(largest >= INF_BITS) & (known < 0))
 
 
 @triton.jit(do_not_specialize=["seed", "layer_copy"])
@@ -378,6 +403,7 @@ def put_states_kernel(
     x_ptr,
     slots_ptr,
     streams_ptr,
+    diverged_ptr,
     codes_ptr,
     scales_ptr,
     state_scale_ptr,
@@ -403,7 +429,7 @@ def put_states_kernel(
         place = start + value[:, None, None] * DK + column[None, None, :]
         x = tl.load(x_ptr + place, mask=(value < dv)[:, None, None], other=0.0)
         state = slot * slot_states + head
-        store_tile(
+        largest = store_tile(
             x,
             codes_ptr,
             scales_ptr,
@@ -422,3 +448,4 @@ def put_states_kernel(
             DK,
             DK,
         )
+        mark_diverged(diverged_ptr, slot, flush, largest)

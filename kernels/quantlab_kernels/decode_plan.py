@@ -29,11 +29,14 @@ class Cursors:
         count: int32 [slots] records in the open window, h.
         flush: int32 [slots] number of the next store; 0 is the store after the prompt.
         stream: int64 [slots] global stream id, which keys random draws.
+        diverged: int32 [slots] number of the first store, in any layer, that left something not
+            finite; -1 for none.
     """
 
     count: Tensor
     flush: Tensor
     stream: Tensor
+    diverged: Tensor
 
     @classmethod
     def empty(cls, slots: int, device: torch.device | str) -> "Cursors":
@@ -42,11 +45,13 @@ class Cursors:
             count=torch.zeros(slots, dtype=torch.int32, device=device),
             flush=torch.zeros(slots, dtype=torch.int32, device=device),
             stream=torch.arange(slots, dtype=torch.int64, device=device),
+            diverged=torch.full((slots,), -1, dtype=torch.int32, device=device),
         )
 
     def start(self, slots: Tensor, streams: Tensor) -> None:
-        """Begin sequences whose state after the prompt has been stored (as flush 0)."""
+        """Begin sequences; their states after the prompt are stored next (as flush 0)."""
         index = slots.to(torch.int64)
+        self.diverged[index] = -1
         self.count[index] = 0
         self.flush[index] = 1
         self.stream[index] = streams.to(torch.int64)
