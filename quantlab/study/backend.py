@@ -101,8 +101,18 @@ class Backend:
         segment: int,
     ) -> Forcing:
         """Set up one batch."""
-        from quantlab.engine import TeacherForcing
+        from quantlab.engine import DecodedForcing, TeacherForcing
 
+        if spec.engine == "stepwise" and m.device.type == "cuda":
+            return DecodedForcing(
+                m,
+                tokens,
+                policies=spec.policies,
+                stream_ids=streams,
+                positions=positions,
+                prompt=spec.prompt,
+                seed=spec.seed,
+            )
         return TeacherForcing(
             m,
             tokens,
