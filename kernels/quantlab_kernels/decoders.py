@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantlab.formats.stored import StoredStates
 from quantlab_kernels.casts import (
-    NEAREST_LAUNCH,
+    DECODE_LAUNCHES,
     SCALE_BLOCKS,
     TileLaunch,
     check_codes,
@@ -77,7 +77,7 @@ def decode_kernel(
     tl.store(out_ptr + first * dk + place, values, mask=mask)
 
 
-def decode(stored: StoredStates, *, launch: TileLaunch = NEAREST_LAUNCH) -> Tensor:
+def decode(stored: StoredStates, *, launch: TileLaunch | None = None) -> Tensor:
     """Load stored states.
 
     Args:
@@ -102,6 +102,7 @@ def decode(stored: StoredStates, *, launch: TileLaunch = NEAREST_LAUNCH) -> Tens
     out = torch.empty((rows, heads, dv, dk), dtype=torch.float32, device=codes.device)
     if out.numel() == 0:
         return out
+    launch = launch or DECODE_LAUNCHES.get(name, TileLaunch())
     block_r, block_k = launch.tile(dv, dk)
     all_rows = rows * heads * dv
     share = SCALE_BLOCKS.get(name)
