@@ -7,6 +7,7 @@ slices of rows, before it is timed; a decoder likewise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,27 +116,33 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def sweep_rows(bench: Bench, x: Tensor, streams: Tensor, fmt: Format, copy: float) -> Iterator[Row]:
-    """Measure other launches of a cast; a launch changes no bit, so only the first is checked."""
-    cast, _ = cast_kernels()
+    """Measure other launches of a cast, and of the decoder of a nearest one.
+
+    A launch changes no bit, so only the first is checked.
+    """
+    cast, load = cast_kernels()
     launch_of = cast_launch()
-    if fmt.element.name == "float4_e2m1fn":
-        launches = [
-            launch_of(state_warps=w, state_registers=r)
-            for w, r in ((4, 255), (8, 255), (8, 168), (16, 128), (16, 80), (16, 64))
-        ]
-    else:
-        launches = [launch_of(elements=n, warps=w) for n in (1024, 2048, 4096) for w in (2, 4, 8)]
-    for launch in launches:
-
-        def call(launch: Any = launch) -> StoredStates:
-            stored: StoredStates = cast(x, fmt, streams=streams, launch=launch, **KEYS)
-            return stored
-
-        cut = f"{launch.elements}/{launch.warps}"
-        if fmt.element.name == "float4_e2m1fn":
-            cut = f"state {launch.state_warps}/{launch.state_registers}"
+    tiles = {
+        f"{n}/{w}": launch_of(elements=n, warps=w)
+        for n in (512, 1024, 2048, 4096)
+        for w in (1, 2, 4, 8)
+        if n >= 256 * w
+    }
+    states = {
+        f"state {w}/{r}": launch_of(state_warps=w, state_registers=r)
+        for w, r in ((4, 255), (8, 255), (8, 168), (8, 128), (16, 128), (16, 80), (16, 64))
+    }
+    calls: list[tuple[str, Callable[[], Any]]] = []
+    for cut, launch in (states if fmt.element.name == "float4_e2m1fn" else tiles).items():
+        encode_by = partial(cast, x, fmt, streams=streams, launch=launch, **KEYS)
+        calls.append((f"encode {fmt.short} {cut}", encode_by))
+    if not fmt.needs_words:
+        stored = cast(x, fmt, streams=streams, **KEYS)
+        for cut, launch in tiles.items():
+            calls.append((f"decode {fmt.short} {cut}", partial(load, stored, launch=launch)))
+    for name, call in calls:
         yield bench.measured(
-            f"encode {fmt.short} {cut}",
+            name,
             call,
             check=lambda: None,
             values=_rates(fmt, x, copy),
