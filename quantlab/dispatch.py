@@ -98,6 +98,25 @@ def decode_attention() -> type[Any]:
     return attention
 
 
+def sampling_noise(device: torch.device) -> Callable[..., Any]:
+    """Choose what draws the noise of sampling for every row of a step.
+
+    Returns:
+        `quantlab.engine.sampling.gumbel_rows`, or the kernel of the same on CUDA.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    if device.type != "cuda":
+        from quantlab.engine.sampling import gumbel_rows
+
+        return gumbel_rows
+    with _triton("generation on a GPU", "generate on a CPU to try it without"):
+        from quantlab_kernels.gumbel import gumbel_rows as kernel
+    noise: Callable[..., Any] = kernel
+    return noise
+
+
 def training_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hand out the recurrence and the convolution that the zoo is trained with on a GPU.
 

@@ -132,6 +132,10 @@ class FixedCache:
             given = cache.layers[index]
             keys[into, :, :length] = given.keys[which]
             values[into, :, :length] = given.values[which]
+            if self._attend is None:
+                # blocks are met whole, and a weight of 0 keeps no NaN out: a broken row's leave
+                keys[into, :, length:] = 0
+                values[into, :, length:] = 0
         for own, given in zip(self.cache.layers, cache.layers, strict=True):
             for (_, conv), (_, other) in zip(_conv_states(own), _conv_states(given), strict=True):
                 conv[into] = other[which]

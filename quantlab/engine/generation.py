@@ -2,39 +2,49 @@
 
 Every generation is a function of its question, repetition, policy and seeds alone:
 
-* a prompt is consumed once, in full precision and by itself; the policy begins with the store
-  after it, so the first token is the same under every policy;
+* a prompt is consumed once, in full precision; the policy begins with the store after it, so the
+  first token is the same under every policy;
 * sampling noise and rounding draws are keyed by question, repetition, step and element;
 * every forward has the same number of rows, free ones included, because the order of additions in
   a matrix product depends on it.
 
 On a CPU the answers are therefore the same whatever the number of busy rows, their order, and
-wherever a run is cut. On a GPU products of one shape may still differ between rows.
+wherever a run is cut. On CUDA a step and the choice of its tokens are captured graphs, the host
+looks every `LOOK_EVERY` steps which rows have ended, and prompts of one length are consumed
+together; products of one shape may still differ between rows there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantlab.engine.attention import lower_right
-from quantlab.engine.sampling import Sampling, choose, gumbel, scores, stream_id
-from quantlab.engine.slots import Slots
+from quantlab.engine import row_sampler
+from quantlab.engine.decoder import Decoder, Prompt, prefill
+from quantlab.engine.row_sampler import RowSampler
+from quantlab.engine.sampling import Sampling, stream_id
 from quantlab.engine.teacher_forcing import require_parts
-from quantlab.models.precision import full_fp32
-from quantlab.recurrence import exact_scan
 from quantlab.replay import Policy
-from quantlab.replay.rowwise import DIVERGED, RowwiseCache
 
 if TYPE_CHECKING:
-    from quantlab.models import LoadedModel, OpCall
+    from quantlab.models import LoadedModel
 
 STOP, BUDGET, BROKEN = "stop", "budget", "diverged"
+_FINISH = {row_sampler.STOPPED: STOP, row_sampler.CUT: BUDGET, row_sampler.BROKEN: BROKEN}
+
+LOOK_EVERY = 32
+"""Steps on CUDA between looks at which rows have ended; one that has waits half of them idle."""
+TOGETHER = 32
+"""Most prompts of one length that are consumed in one forward on CUDA."""
+MEMORY_SHARE = 0.5
+"""Most of the free memory of a CUDA device that states may take."""
+STATE_COPIES = 2.5
+"""FP32 states that a place of a policy takes at most, records included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +108,6 @@ class Generation:
         return len(self.tokens) + (self.stop_id is not None)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Prefilled:
-    """A prompt consumed: its cache, states [H, dv, dk] by layer, and logits [1, V] after it."""
-
-    cache: Any
-    states: list[Tensor]
-    logits: Tensor
-
-
 class GenerationRun:
     """All generations of a batch of questions.
 
@@ -154,45 +155,62 @@ class GenerationRun:
             raise ValueError("a prompt has at least one token")
         self.m = m
         self.arms, self.questions = tuple(arms), tuple(questions)
-        self.sampling, self.budget, self.stop_ids = sampling, budget, frozenset(stop_ids)
-        self.rows, self.busy = rows, busy
+        self.budget, self.rows, self.busy = budget, rows, busy
+        self.steps = 0
+        on_cuda = m.device.type == "cuda"
+        self._look_every, self._together = (LOOK_EVERY, TOGETHER) if on_cuda else (1, 1)
         made = frozenset(skip)
-        # question by question, so that a prompt is consumed once and its cache can go
+        # Question by question, so that a prompt is consumed once and its cache can go; the longest
+        # first, since the last generations to begin are waited for by idle rows.
+        self._order = sorted(range(len(questions)), key=lambda q: -len(questions[q].tokens))
         self.jobs = [
             job
-            for q in range(len(questions))
+            for q in self._order
             for r in range(repetitions)
             for a in range(len(arms))
             if (job := Job(a, q, r)) not in made
         ]
-        self.next_job = 0
-        self.steps = 0
+        self._queue = deque(self.jobs)
         policies = list({str(arm.policy): arm.policy for arm in arms}.values())
         require_parts(m, policies)
         self._policy = [policies.index(arm.policy) for arm in arms]
-        self._layers = [
-            RowwiseCache(policies, rows, layer=layer, seed=seed) for layer in range(m.layers)
-        ]
-        self._going: dict[int, Generation] = {}
-        self._pending = torch.zeros(rows, dtype=torch.int64)
-        self._seen = torch.zeros((rows, m.vocab_size), dtype=torch.bool, device=m.device)
-        self._prefilled: dict[int, _Prefilled] = {}
-        with self._ready():
-            longest = max(len(q.tokens) for q in questions)
-            self._slots = Slots(m, rows, longest + budget)
+        self._places = _places(m, len(policies), rows)
+        longest = max(len(q.tokens) for q in questions)
+        self._decoder = Decoder(
+            m,
+            policies,
+            rows=rows,
+            # rows go on until the next look
+            capacity=longest + budget + self._look_every,
+            seed=seed,
+            places=[self._places] * len(policies),
+        )
+        self._sampler = RowSampler(
+            rows,
+            m.vocab_size,
+            sampling=sampling,
+            budget=budget,
+            stop_ids=stop_ids,
+            device=m.device,
+        )
+        self._going: dict[int, Job] = {}
+        self._prompts: dict[int, tuple[Prompt, int]] = {}
+        self._under_way = 0
 
     def run(self, on_step: Callable[[], None] | None = None) -> Iterator[Generation]:
         """Yield generations as they finish.
 
         Args:
-            on_step: called between steps, once the step's generations have been consumed: the
-                state can be saved there.
+            on_step: called between looks at the rows (on a CPU every step), once the generations
+                that ended have been consumed: the state can be saved there.
         """
-        while self._going or self.next_job < len(self.jobs):
-            with self._ready():
-                ended = self._fill()
-                if self._going:
-                    ended += self._step()
+        while self._going or self._queue:
+            ended = self._fill()
+            if self._going:
+                for _ in range(self._look_every):
+                    self._sampler.choose(self._decoder.step(self._sampler.pending))
+                    self.steps += 1
+                ended += self._collect(sorted(self._going))
             yield from ended
             if on_step is not None:
                 on_step()
@@ -200,185 +218,163 @@ class GenerationRun:
     @property
     def under_way(self) -> float:
         """What the rows in use have done, in generations of full budget."""
-        return sum(len(going.tokens) for going in self._going.values()) / self.budget
+        return self._under_way / self.budget
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether a saved state spares more than it costs.
+
+        On CUDA it would be gigabytes for seconds of work, and a run from a saved state not the
+        unbroken one to the last bit: what was under way is made again instead.
+        """
+        return self.m.device.type != "cuda"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that later steps depend on, between two steps (see `run`)."""
         rows = sorted(self._going)
         named = {
-            "next_job": torch.tensor(self.next_job),
+            "waiting": torch.tensor(len(self._queue)),
             "steps": torch.tensor(self.steps),
-            "pending": self._pending.clone(),
-            "going.rows": torch.tensor(rows, dtype=torch.int64),
+            "rows": torch.tensor(rows, dtype=torch.int64),
+            "jobs": torch.tensor([self._going[row] for row in rows]).view(-1, 3),
         }
-        for row in rows:
-            going = self._going[row]
-            named[f"going.{row}.job"] = torch.tensor(going.job)
-            named[f"going.{row}.tokens"] = torch.tensor(going.tokens, dtype=torch.int64)
-            named[f"going.{row}.margins"] = torch.tensor(going.margins, dtype=torch.float64)
-        parts = {"slots": self._slots.state_dict()}
-        parts |= {f"layer.{i}": layer.state_dict() for i, layer in enumerate(self._layers)}
-        for part, tensors in parts.items():
-            named |= {f"{part}.{name}": x for name, x in tensors.items()}
+        for part, holder in (("decoder", self._decoder), ("sampler", self._sampler)):
+            named |= {f"{part}.{name}": x for name, x in holder.state_dict().items()}
         return named
 
-    @torch.inference_mode()
     def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of a run with the same arguments."""
 
         def under(prefix: str) -> dict[str, Tensor]:
             return {k.removeprefix(prefix): x for k, x in named.items() if k.startswith(prefix)}
 
-        self.next_job, self.steps = int(named["next_job"]), int(named["steps"])
-        self._pending = named["pending"].clone()
-        self._going, self._prefilled = {}, {}
-        self._seen.zero_()
-        for row in named["going.rows"].tolist():
-            going = Generation(job=Job(*named[f"going.{row}.job"].tolist()))
-            going.tokens = named[f"going.{row}.tokens"].tolist()
-            going.margins = named[f"going.{row}.margins"].tolist()
-            self._going[row] = going
-            self._seen[row, going.tokens] = True
-        self._slots.load_state_dict(under("slots."))
-        for index, layer in enumerate(self._layers):
-            layer.load_state_dict(under(f"layer.{index}."), self.m.device)
-
-    def _ready(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(full_fp32())
-        return stack
+        begun = len(self.jobs) - int(named["waiting"])
+        self._queue, self._prompts = deque(self.jobs[begun:]), {}
+        self.steps = int(named["steps"])
+        rows, jobs = named["rows"].tolist(), named["jobs"].tolist()
+        self._going = {row: Job(*job) for row, job in zip(rows, jobs, strict=True)}
+        self._decoder.load_state_dict(under("decoder."))
+        self._sampler.load_state_dict(under("sampler."))
 
     def _fill(self) -> list[Generation]:
         """Give free rows the next jobs; return those that end with their very first token."""
-        ended = []
-        while len(self._going) < self.busy and self.next_job < len(self.jobs):
-            job = self.jobs[self.next_job]
-            self.next_job += 1
-            row = next(r for r in range(self.rows) if r not in self._going)
-            going = Generation(job=job)
-            prompt = self._prefill(job.question)
-            self._seen[row] = False
-            tokens, margins = self._choose(prompt.logits, [row], [going])
-            finite = bool(torch.isfinite(prompt.logits).all())
-            if self._take(going, row, int(tokens), float(margins), finite=finite):
-                ended.append(going)
+        ended: list[Generation] = []
+        while begun := self._next_jobs():
+            for group in self._by_prompt(begun):
+                self._begin(*group)
+            self._going |= begun
+            short = self._collect(list(begun))
+            ended += short
+            if not short:
+                break
+        return ended
+
+    def _next_jobs(self) -> dict[int, Job]:
+        """Free rows with the jobs that they take; a job whose policy has no place left waits."""
+        taken = [0] * len(self._decoder.policies)
+        for job in self._going.values():
+            taken[self._policy[job.arm]] += 1
+        rows = (row for row in range(self.rows) if row not in self._going)
+        begun: dict[int, Job] = {}
+        waiting: list[Job] = []
+        while self._queue and len(self._going) + len(begun) < self.busy:
+            job = self._queue.popleft()
+            policy = self._policy[job.arm]
+            if taken[policy] == self._places:
+                waiting.append(job)
+                if len(waiting) == self.rows:
+                    break
                 continue
-            self._going[row] = going
-            question = self.questions[job.question]
-            stream = stream_id(question.id, job.repetition)
-            self._slots.fill(row, prompt.cache, len(question.tokens))
-            for layer, state in zip(self._layers, prompt.states, strict=True):
-                layer.start(row, state, policy=self._policy[job.arm], stream=stream)
-        return ended
+            taken[policy] += 1
+            begun[next(rows)] = job
+        self._queue.extendleft(reversed(waiting))
+        return begun
 
-    def _step(self) -> list[Generation]:
-        """Feed every row its pending token and choose the next; return what ends."""
-        from quantlab.models import forward_hidden, head, replaced
+    def _by_prompt(
+        self, begun: Mapping[int, Job]
+    ) -> list[tuple[Prompt, list[int], list[Job], list[int]]]:
+        """Rows and jobs by the forward that consumed their prompts, and their places in it."""
+        groups: dict[int, tuple[Prompt, list[int], list[Job], list[int]]] = {}
+        for row, job in begun.items():
+            prompt, place = self._prompt(job.question)
+            _, rows, jobs, of = groups.setdefault(id(prompt), (prompt, [], [], []))
+            rows.append(row)
+            jobs.append(job)
+            of.append(place)
+        return list(groups.values())
 
-        slots = self._slots
-        with slots.attending(), replaced(self.m, self._decode):
-            hidden = forward_hidden(
-                self.m,
-                self._pending[:, None].to(self.m.device),
-                cache=slots.cache,
-                position_ids=slots.lengths[:, None].to(self.m.device),
+    def _begin(self, prompt: Prompt, rows: list[int], jobs: list[Job], of: list[int]) -> None:
+        """Start rows behind a prompt and choose their first tokens."""
+        questions = [self.questions[job.question] for job in jobs]
+        self._decoder.start(
+            rows,
+            prompt,
+            of=of,
+            policies=[self._policy[job.arm] for job in jobs],
+            streams=[
+                stream_id(q.id, job.repetition) for q, job in zip(questions, jobs, strict=True)
+            ],
+        )
+        self._sampler.begin(
+            rows,
+            seeds=[self.arms[job.arm].seed for job in jobs],
+            questions=[q.id for q in questions],
+            repetitions=[job.repetition for job in jobs],
+        )
+        with torch.inference_mode():
+            logits = prompt.logits.new_zeros((self.rows, prompt.logits.shape[1]))
+            logits[rows] = prompt.logits[of]
+        self._sampler.choose(logits, rows)
+
+    def _collect(self, rows: list[int]) -> list[Generation]:
+        """Take what has ended out of these rows."""
+        done = self._sampler.ended(rows)
+        found = []
+        diverged = self._decoder.diverged_at.tolist() if done else []
+        for row, written in zip(done, self._sampler.written(done), strict=True):
+            # a row that was cut has not fed its last token; rows go on until they are looked at
+            fed = len(written.tokens) - (written.end == row_sampler.CUT)
+            found.append(
+                Generation(
+                    job=self._going.pop(row),
+                    tokens=written.tokens,
+                    margins=written.margins,
+                    finish=_FINISH[written.end],
+                    stop_id=written.stop_id,
+                    diverged_at=diverged[row] if diverged[row] <= fed else -1,
+                )
             )
-        rows = sorted(self._going)
-        slots.lengths[rows] += 1
-        self.steps += 1
-        logits = head(self.m, hidden)[rows, 0]
-        tokens, margins = self._choose(logits, rows, [self._going[row] for row in rows])
-        finite = torch.isfinite(logits).all(-1)
-        ended = []
-        for row, token, margin, fine in zip(
-            rows, tokens.tolist(), margins.tolist(), finite.tolist(), strict=True
-        ):
-            going = self._going[row]
-            going.diverged_at = self._diverged(row)
-            if self._take(going, row, token, margin, finite=fine):
-                ended.append(self._free(row))
-        return ended
-
-    def _take(
-        self, going: Generation, row: int, token: int, margin: float, *, finite: bool
-    ) -> bool:
-        """Append a token; True if that ends the generation."""
-        if not finite:
-            going.finish = BROKEN
-            return True
-        going.margins.append(margin)
-        if token in self.stop_ids:
-            going.finish, going.stop_id = STOP, token
-            return True
-        going.tokens.append(token)
-        self._pending[row] = token
-        self._seen[row, token] = True
-        if len(going.tokens) == self.budget:
-            going.finish = BUDGET
-            return True
-        return False
-
-    def _free(self, row: int) -> Generation:
-        self._pending[row] = 0
-        self._slots.clear(row)
-        for layer in self._layers:
-            layer.stop(row)
-        return self._going.pop(row)
-
-    def _choose(
-        self, logits: Tensor, rows: Sequence[int], going: Sequence[Generation]
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and margins [n] of rows with logits [n, V]."""
-        logits = torch.nan_to_num(logits, nan=0.0)  # a broken row ends before its token counts
-        kept = scores(logits, self.sampling, seen=self._seen[list(rows)])
-        if self.sampling.temperature == 0:
-            return choose(kept, None)
-        noise = torch.empty_like(kept)
-        seeds = [self.arms[g.job.arm].seed for g in going]
-        for seed in dict.fromkeys(seeds):
-            inside = [i for i, s in enumerate(seeds) if s == seed]
-            jobs = [going[i].job for i in inside]
-
-            def column(values: list[int]) -> Tensor:
-                return torch.tensor(values, device=logits.device)
-
-            noise[inside] = gumbel(
-                seed=seed,
-                question=column([self.questions[job.question].id for job in jobs]),
-                repetition=column([job.repetition for job in jobs]),
-                step=column([len(going[i].tokens) for i in inside]),
-                vocabulary=logits.shape[1],
-            )
-        return choose(kept, noise)
-
-    def _prefill(self, index: int) -> _Prefilled:
-        """Consume a prompt by itself, in full precision."""
-        from quantlab.models import forward_hidden, head, new_cache, replaced
-
-        if index in self._prefilled:
-            return self._prefilled[index]
-        states: list[Tensor] = []
-
-        def keep(call: OpCall) -> tuple[Tensor, None]:
-            o, state = exact_scan(call.inputs)
-            states.append(state[0])
-            return o, None
-
-        cache = new_cache(self.m)
-        ids = self.questions[index].tokens[None].to(self.m.device)
-        with lower_right(self.m.model), replaced(self.m, keep):
-            hidden = forward_hidden(self.m, ids, cache=cache, start=0)
-        found = _Prefilled(cache=cache, states=states, logits=head(self.m, hidden[:, -1:])[:, 0])
-        self._prefilled = {index: found}  # jobs come question by question
+        if done:
+            self._sampler.free(done)
+            self._decoder.stop(done)
+        self._under_way = int(self._sampler.count[sorted(self._going)].sum())
         return found
 
-    def _decode(self, call: OpCall) -> tuple[Tensor, Tensor | None]:
-        return self._layers[call.layer](call.inputs), None
+    def _prompt(self, index: int) -> tuple[Prompt, int]:
+        """Consume a question's prompt: it, and its place among those consumed with it."""
+        if index not in self._prompts:
+            first = self._order.index(index)
+            length = len(self.questions[index].tokens)
+            near = [
+                q
+                for q in self._order[first : first + self._together]
+                if len(self.questions[q].tokens) == length
+            ]
+            prompt = prefill(self.m, torch.stack([self.questions[q].tokens for q in near]))
+            # jobs come question by question: those before this one can go
+            ahead = set(self._order[first:])
+            self._prompts = {q: p for q, p in self._prompts.items() if q in ahead}
+            self._prompts |= {q: (prompt, i) for i, q in enumerate(near)}
+        return self._prompts[index]
 
-    def _diverged(self, row: int) -> int:
-        at = [int(layer.counters[DIVERGED, row]) for layer in self._layers]
-        return min((a for a in at if a >= 0), default=-1)
+
+def _places(m: LoadedModel, policies: int, rows: int) -> int:
+    """Rows that a policy can have at once: all, or on CUDA what the memory has room for."""
+    if m.device.type != "cuda":
+        return rows
+    free, _ = torch.cuda.mem_get_info(m.device)
+    one = sum(4 * heads * dv * dk for heads, dv, dk in m.recurrent_shapes)
+    return max(1, min(rows, int(MEMORY_SHARE * free / (STATE_COPIES * one * policies))))
 
 
 def first_divergence(reference: Generation, other: Generation) -> tuple[int, float] | None:

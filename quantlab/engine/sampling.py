@@ -101,6 +101,34 @@ def gumbel(
     return -torch.log(-torch.log((u + 0.5) * 2.0**-32))
 
 
+def gumbel_rows(
+    *, seed: Tensor, question: Tensor, repetition: Tensor, step: Tensor, vocabulary: int
+) -> Tensor:
+    """Noise of one step of rows that each have a seed of their own (see `gumbel`).
+
+    Args:
+        seed: [rows] int64, the bit patterns of 64-bit seeds.
+        question: [rows] ids.
+        repetition: [rows].
+        step: [rows].
+        vocabulary: V.
+
+    Returns:
+        [rows, V] FP64.
+    """
+    noise = torch.empty((len(seed), vocabulary), dtype=torch.float64, device=seed.device)
+    for own in sorted(set(seed.tolist())):
+        inside = seed == own
+        noise[inside] = gumbel(
+            seed=own,
+            question=question[inside],
+            repetition=repetition[inside],
+            step=step[inside],
+            vocabulary=vocabulary,
+        )
+    return noise
+
+
 def scores(logits: Tensor, sampling: Sampling, *, seen: Tensor | None = None) -> Tensor:
     """Log-probabilities up to a constant of the tokens that may be chosen.
 

@@ -337,13 +337,14 @@ def _generate(
         from quantlab.study.batch import _save
 
         save()
-        tensors = run.state_dict() | {
-            "study.parts": torch.tensor(count),
-            "study.base": torch.tensor(base),
-        }
-        problem = _save(directory.state_file(0), tensors)
-        if problem:
-            progress.note(f"the state could not be saved ({problem})")
+        if run.worth_saving:
+            tensors = run.state_dict() | {
+                "study.parts": torch.tensor(count),
+                "study.base": torch.tensor(base),
+            }
+            problem = _save(directory.state_file(0), tensors)
+            if problem:
+                progress.note(f"the state could not be saved ({problem})")
         due = time.monotonic() + checkpoint_seconds
 
     for generation in run.run(stepped):
