@@ -7,6 +7,7 @@ gates alone once for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,25 @@ from torch import Tensor
 
 from quantlab.analysis.shadow import in_double, nothing_written
 from quantlab.recurrence import OpInputs, exact_scan
+
+
+def side_by_side(
+    inputs: OpInputs, states: Sequence[Tensor], values: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run several states on the same keys, queries and gates.
+
+    Args:
+        inputs: of the run.
+        states: [rows, H, dv, dk] each.
+        values: [rows, T, H, dv] what each state is written; the inputs' own v for all if None.
+
+    Returns:
+        Outputs [rows, T, H, dv] and final states, one each, in the inputs' compute dtype.
+    """
+    dv = inputs.dv
+    v = torch.cat([inputs.v] * len(states) if values is None else list(values), -1)
+    o, after = exact_scan(replace(inputs, v=v), torch.cat(list(states), 2))
+    return list(o.split(dv, -1)), list(after.split(dv, 2))
 
 
 class Companions:
@@ -24,29 +44,18 @@ class Companions:
         stored: likewise, as stored.
 
     Attributes:
-        oracle: [rows, H, dv, dk] what is left of the first store's error if no delta rule read it
+        shadow: [rows, H, dv, dk] the exact state.
+        restart: likewise the exact course from a stored state; see `restart_from`.
+        probe: likewise what is left of the first store's error.
+        oracle: likewise what is left of the first store's error if no delta rule read it
             back; the probe itself without one.
     """
 
     def __init__(self, exact: Tensor, stored: Tensor) -> None:
-        self._dv = exact.shape[2]
-        self._stack = torch.cat([exact, stored, stored - exact], 2)
-        self.oracle = stored - exact
-
-    @property
-    def shadow(self) -> Tensor:
-        """[rows, H, dv, dk] the exact state."""
-        return self._stack[:, :, : self._dv]
-
-    @property
-    def restart(self) -> Tensor:
-        """[rows, H, dv, dk] the exact course from a stored state; see `restart_from`."""
-        return self._stack[:, :, self._dv : 2 * self._dv]
-
-    @property
-    def probe(self) -> Tensor:
-        """[rows, H, dv, dk] what is left of the first store's error."""
-        return self._stack[:, :, 2 * self._dv :]
+        self.shadow = exact.clone()
+        self.restart = stored.clone()
+        self.probe = stored - exact
+        self.oracle = self.probe.clone()
 
     def restart_from(self, stored: Tensor, rows: slice) -> None:
         """Have some rows' restart begin here, from [n, H, dv, dk]."""
@@ -58,10 +67,12 @@ class Companions:
         Returns:
             Outputs [rows, T, H, dv] FP64 of the shadow, the probe and the oracle.
         """
-        exact, dv = in_double(inputs), self._dv
-        v = torch.cat([exact.v, exact.v, torch.zeros_like(exact.v)], -1)
-        o, self._stack = exact_scan(replace(exact, v=v), self._stack)
-        shadow, probe = o[..., :dv], o[..., 2 * dv :]
+        exact = in_double(inputs)
+        (shadow, _, probe), (self.shadow, self.restart, self.probe) = side_by_side(
+            exact,
+            (self.shadow, self.restart, self.probe),
+            (exact.v, exact.v, torch.zeros_like(exact.v)),
+        )
         if not inputs.is_delta:
             self.oracle = self.probe
             return shadow, probe, probe
