@@ -24,7 +24,7 @@ from quantlab.metrics.positions import lengths
 from quantlab.replay.policy import DEFAULT_WINDOW, Corrections, Policy, parse_policy
 from quantlab.study.build import build_spec
 from quantlab.study.result import Result, load_result
-from quantlab.study.run import run_kl
+from quantlab.study.run import Interrupted, run_kl
 from quantlab.study.spec import KlSpec
 from quantlab.study.store import RunDirectory
 
@@ -177,8 +177,13 @@ def run_ablation(kind: Kind, spec: KlSpec, out: Path | str, **options: Any) -> A
     Raises:
         QuantlabError: as `run_kl`.
     """
-    result = run_kl(spec, out, **options)
-    directory = RunDirectory(result.path)
+    directory = RunDirectory(Path(out))
+    try:
+        result = run_kl(spec, out, **options)
+    except Interrupted:
+        if directory.exists:  # what was measured can be compared
+            directory.write_json(directory.path / "ablation.json", {"kind": kind})
+        raise
     directory.write_json(directory.path / "ablation.json", {"kind": kind})
     ablation = Ablation(
         kind=kind, result=result, table=_TABLES[kind](result.rows, lengths(spec.tokens))
@@ -190,7 +195,7 @@ def run_ablation(kind: Kind, spec: KlSpec, out: Path | str, **options: Any) -> A
 
 
 def load_ablation(path: Path | str) -> Ablation:
-    """Read the run directory of an ablation that has ended.
+    """Read the run directory of an ablation; of an interrupted one, what has been measured.
 
     Raises:
         UsageError: it holds no ablation.

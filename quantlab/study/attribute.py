@@ -24,7 +24,7 @@ from quantlab.replay.part import Part, Unit
 from quantlab.replay.policy import parse_policy
 from quantlab.study.build import build_spec
 from quantlab.study.result import Result, load_result
-from quantlab.study.run import run_kl
+from quantlab.study.run import Interrupted, run_kl
 from quantlab.study.spec import KlSpec
 from quantlab.study.store import RunDirectory
 
@@ -123,10 +123,15 @@ def run_attribution(spec: KlSpec, out: Path | str, **options: Any) -> Attributio
     Raises:
         QuantlabError: as `run_kl`.
     """
-    result = run_kl(spec, out, **options)
-    directory = RunDirectory(result.path)
-    parts = [str(p.part) for p in spec.policies if p.part is not None]
-    directory.write_json(directory.path / "attribution.json", {"parts": parts})
+    directory = RunDirectory(Path(out))
+    parts = {"parts": [str(p.part) for p in spec.policies if p.part is not None]}
+    try:
+        result = run_kl(spec, out, **options)
+    except Interrupted:
+        if directory.exists:  # what was measured can be compared
+            directory.write_json(directory.path / "attribution.json", parts)
+        raise
+    directory.write_json(directory.path / "attribution.json", parts)
     attribution = _compared(result)
     for name, table in (("attribution", attribution.units), ("additivity", attribution.sums)):
         sink = pa.BufferOutputStream()
@@ -136,7 +141,7 @@ def run_attribution(spec: KlSpec, out: Path | str, **options: Any) -> Attributio
 
 
 def load_attribution(path: Path | str) -> Attribution:
-    """Read the run directory of an attribution that has ended.
+    """Read the run directory of an attribution; of an interrupted one, what has been measured.
 
     Raises:
         UsageError: it holds none.
