@@ -7,10 +7,11 @@ a list may repeat itself for a while and go on, a stuck model does not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 # A loop: the last LOOP_TOKENS tokens or more have a period of at most LONGEST_PERIOD, and hold the
 # repeated block at least LOOP_REPEATS times. Running text has no exact repeats of this length;
@@ -40,7 +41,7 @@ class Collapse:
     period: int
 
 
-def collapse(tokens: Sequence[int], no_text: Collection[int] = ()) -> Collapse | None:
+def collapse(tokens: npt.ArrayLike, no_text: Collection[int] = ()) -> Collapse | None:
     """Find the repetition that an output ends in.
 
     Args:

@@ -4,6 +4,7 @@ spec.json         what the study is, and what it resolved to
 run.json          when it ran, under what, and how it ended
 parts/            generations as they finish, and the engine's state; gone once complete
 rows.parquet      one row a generation
+outputs.parquet   what each wrote
 summary.csv       accuracy and change of every policy
 bins.csv          the same by quartile of the FP32 output length
 """
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
@@ -33,6 +36,7 @@ from quantlab.study.run import Interrupted, _same, _same_model, _Session
 from quantlab.study.store import RunDirectory, read_table
 
 CHECKPOINT_SECONDS = 120.0
+OUTPUTS_FILE = "outputs.parquet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,14 @@ class EvalResult:
     record: dict[str, Any]
     run: dict[str, Any]
     rows: pa.Table
+
+    def outputs(self) -> pa.Table:
+        """Read what each generation wrote: `quantlab.study.accuracy_rows.OUTPUTS`.
+
+        Raises:
+            RunError: the file is damaged or was taken away.
+        """
+        return read_table(self.path / OUTPUTS_FILE)
 
     def summary(self) -> pa.Table:
         """Accuracy and change of every policy."""
@@ -179,7 +191,7 @@ def _run(
         directory.write_json(directory.spec_file, record)
     session.begin(spec.device)
     _generate(directory, spec, m, text, progress, checkpoint_seconds)
-    rows = finish_rows(
+    rows, outputs = finish_rows(
         directory.read_parts(),
         spec,
         asked,
@@ -191,6 +203,7 @@ def _run(
     expected = len(spec.arms) * len(asked) * spec.repetitions
     if rows.num_rows != expected:
         raise RunError(f"{rows.num_rows:,} generations where {expected:,} were expected")
+    directory.write_table(directory.path / OUTPUTS_FILE, outputs)
     directory.write_table(directory.rows_file, rows)
     for file, table in (
         (directory.summary_file, summary_table(rows, margin=spec.margin)),
@@ -255,11 +268,9 @@ class _Text:
             self.prompts.append(torch.tensor(ids))
         self._decode = tokenizer.decode
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: npt.NDArray[np.int32]) -> str:
         """Text of output ids."""
-        import numpy as np
-
-        return self._decode(np.asarray(ids, np.int64))
+        return self._decode(ids.astype(np.int64))
 
 
 def _eos(m: Any) -> list[int]:
@@ -319,6 +330,7 @@ def _generate(
     done = len(made)
     progress.start(len(spec.arms) * len(text.ids) * spec.repetitions, done)
     waiting: list[Generation] = []
+    margins_of = [name for name, _, _ in spec.arms].index("reference")
     count = len(files)
     due = time.monotonic() + checkpoint_seconds
 
@@ -326,7 +338,7 @@ def _generate(
         nonlocal waiting, count
         if waiting:
             path = directory.part_file(0, count, count)
-            directory.write_table(path, part_table(waiting))
+            directory.write_table(path, part_table(waiting, margins_of=margins_of))
             waiting, count = [], count + 1
 
     def stepped() -> None:

@@ -2,15 +2,19 @@
 
 While a run goes on its parts hold what was generated (`PART`). When all is there, outputs are
 decoded, graded and compared with their FP32 counterparts: `rows.parquet` follows `SCHEMA`, sorted
-by arm (in the spec's order), task, question and repetition.
+by arm (in the spec's order), task, question and repetition. The outputs themselves are apart, in
+`outputs.parquet` (`OUTPUTS`), those of one question and repetition side by side.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from quantlab.data.benchmarks.extraction import Thinking, final_text
@@ -21,7 +25,7 @@ from quantlab.study.accuracy_spec import Asked, EvalSpec
 if TYPE_CHECKING:
     from quantlab.engine.generation import Generation
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 PART = pa.schema(
     [
@@ -60,33 +64,116 @@ SCHEMA = pa.schema(
         _field("left_at", pa.int32(), "token that first differs from FP32's", nullable=True),
         _field("left_margin", pa.float32(), "nats, FP32's margin there", nullable=True),
         _field("diverged_at", pa.int32(), "token whose stored state was not finite; -1: none"),
-        _field("tokens", pa.list_(pa.int32()), "output ids without the stop token"),
-        _field("margins", pa.list_(pa.float32()), "nats to the runner-up, token by token"),
     ]
 )
+
+OUTPUTS = pa.schema(
+    [
+        _field("task", pa.string(), "task"),
+        _field("question", pa.int32(), "index within the task"),
+        _field("repetition", pa.int32(), "of the question, from 0"),
+        _field("arm", pa.string(), "as in rows.parquet"),
+        _field("tokens", pa.list_(pa.int32()), "output ids without the stop token"),
+        _field("margins", pa.list_(pa.float32()), "reference only: nats to each runner-up"),
+    ]
+)
+
+_LISTS = ("tokens", "margins")
 
 # Grades (gold, answer) pairs of mathematics.
 Grader = Callable[[Sequence[tuple[str, str]]], Sequence[str]]
 
 
-def part_table(generations: Sequence[Generation]) -> pa.Table:
-    """Rows of a part."""
-    return pa.Table.from_pylist(
-        [
-            {
-                "arm": g.job.arm,
-                "asked": g.job.question,
-                "repetition": g.job.repetition,
-                "tokens": g.tokens,
-                "margins": g.margins,
-                "finish": g.finish,
-                "stop_id": g.stop_id,
-                "diverged_at": g.diverged_at,
-            }
-            for g in generations
-        ],
-        schema=PART,
-    )
+def part_table(generations: Sequence[Generation], *, margins_of: int) -> pa.Table:
+    """Rows of a part.
+
+    Args:
+        generations: what it holds.
+        margins_of: the arm whose margins are kept, since others are measured against them.
+    """
+    jobs = [g.job for g in generations]
+    margins = [g.margins if g.job.arm == margins_of else [] for g in generations]
+    columns = [
+        [job.arm for job in jobs],
+        [job.question for job in jobs],
+        [job.repetition for job in jobs],
+        _lists([g.tokens for g in generations], pa.int32()),
+        _lists(margins, pa.float32()),
+        [g.finish for g in generations],
+        [g.stop_id for g in generations],
+        [g.diverged_at for g in generations],
+    ]
+    arrays = [
+        column if isinstance(column, pa.Array) else pa.array(column, field.type)
+        for column, field in zip(columns, PART, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=PART)
+
+
+def _lists(values: Sequence[npt.ArrayLike], kind: pa.DataType) -> pa.ListArray:
+    dtype = kind.to_pandas_dtype()
+    arrays = [np.asarray(v, dtype) for v in values]
+    offsets = np.cumsum([0, *map(len, arrays)]).astype(np.int32)
+    flat = np.concatenate([np.empty(0, dtype), *arrays])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One generation of a part."""
+
+    arm: int
+    asked: int
+    repetition: int
+    tokens: npt.NDArray[np.int32]
+    margins: npt.NDArray[np.float32]
+    finish: str
+    stop_id: int | None
+    diverged_at: int
+
+    @property
+    def whole(self) -> npt.NDArray[np.int32]:
+        """Tokens with the stop token."""
+        if self.stop_id is None:
+            return self.tokens
+        return np.append(self.tokens, np.int32(self.stop_id))
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What it shares with its counterparts."""
+        return self.asked, self.repetition
+
+
+def _outputs(parts: Sequence[pa.Table]) -> list[_Output]:
+    """Collect the generations of all parts by arm, question and repetition."""
+    found = []
+    for part in parts:
+        for batch in part.to_batches():
+            lists = [
+                np.split(
+                    array.flatten().to_numpy(),
+                    array.offsets.to_numpy()[1:-1] - array.offsets[0].as_py(),
+                )
+                for array in (batch["tokens"], batch["margins"])
+            ]
+            plain = [batch[name].to_pylist() for name in PART.names if name not in _LISTS]
+            arm, asked, repetition, finish, stop_id, diverged_at = plain
+            found += [
+                _Output(*row)
+                for row in zip(
+                    arm, asked, repetition, *lists, finish, stop_id, diverged_at, strict=True
+                )
+            ]
+    return sorted(found, key=lambda g: (g.arm, g.asked, g.repetition))
+
+
+def first_difference(reference: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int | None:
+    """Index of the first token that differs, ends included; None for equal outputs."""
+    shared = min(len(reference), len(other))
+    differ = np.flatnonzero(reference[:shared] != other[:shared])
+    if len(differ):
+        return int(differ[0])
+    return None if len(reference) == len(other) else shared
 
 
 def finish_rows(
@@ -94,11 +181,11 @@ def finish_rows(
     spec: EvalSpec,
     asked: Sequence[Asked],
     *,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[npt.NDArray[np.int32]], str],
     thinking: Thinking | None,
     grader: Grader,
     no_text: Sequence[int] = (),
-) -> pa.Table:
+) -> tuple[pa.Table, pa.Table]:
     """Decode, grade and compare all generations of a run.
 
     Args:
@@ -109,49 +196,64 @@ def finish_rows(
         thinking: of the model's chat template.
         grader: of mathematics.
         no_text: ids that stand for no text.
+
+    Returns:
+        Rows of `SCHEMA` and of `OUTPUTS`.
     """
-    raw = pa.concat_tables(parts).to_pylist() if parts else []
-    raw.sort(key=lambda g: (g["arm"], g["asked"], g["repetition"]))
+    outputs = _outputs(parts)
     arms = spec.arms
-    reference = {(g["asked"], g["repetition"]): g for g in raw if arms[g["arm"]][0] == "reference"}
+    reference = {g.key: g for g in outputs if arms[g.arm][0] == "reference"}
     found, answers = [], []
-    for g in raw:
-        question = asked[g["asked"]]
-        answer, verdict = _graded(decode(g["tokens"]), question, thinking)
+    for g in outputs:
+        question = asked[g.asked]
+        answer, verdict = _graded(decode(g.tokens), question, thinking)
         answers.append(answer)
-        name, policy, _ = arms[g["arm"]]
-        broken = collapse(g["tokens"], no_text)
-        left = _left(reference.get((g["asked"], g["repetition"])), g)
+        name, policy, _ = arms[g.arm]
+        broken = collapse(g.tokens, no_text)
+        left_at, left_margin = _left(reference.get(g.key), g)
         found.append(
             {
                 "arm": name,
                 "policy": str(policy),
                 "task": question.task,
                 "question": question.question,
-                "length": len(g["tokens"]) + (g["stop_id"] is not None),
+                "repetition": g.repetition,
+                "length": len(g.whole),
+                "finish": g.finish,
+                "stop_id": g.stop_id,
                 "answer": answer,
                 "verdict": verdict,
                 "collapse": None if broken is None else broken.kind,
                 "collapse_start": None if broken is None else broken.start,
-                "left_at": None if left is None else left[0],
-                "left_margin": None if left is None else left[1],
-                **{
-                    key: g[key]
-                    for key in (
-                        "repetition", "finish", "stop_id", "diverged_at", "tokens", "margins",
-                    )
-                },
+                "left_at": left_at,
+                "left_margin": left_margin,
+                "diverged_at": g.diverged_at,
             }
-        )  # fmt: skip
+        )
     open_cases = [i for i, row in enumerate(found) if row["verdict"] is None]
-    pairs = [(asked[raw[i]["asked"]].gold, str(answers[i])) for i in open_cases]
+    pairs = [(asked[outputs[i].asked].gold, str(answers[i])) for i in open_cases]
     for i, verdict in zip(open_cases, grader(pairs) if pairs else [], strict=True):
         found[i]["verdict"] = verdict
     for row in found:
         row["graded"] = row["verdict"] == "right"
         row["correct"] = row["graded"] and row["finish"] == "stop"
     metadata = {"quantlab.schema": SCHEMA_VERSION, "quantlab.spec": json.dumps(spec.to_json())}
-    return pa.Table.from_pylist(found, schema=SCHEMA.with_metadata(metadata))
+    rows = pa.Table.from_pylist(found, schema=SCHEMA.with_metadata(metadata))
+    return rows, _outputs_table(outputs, spec, asked).replace_schema_metadata(metadata)
+
+
+def _outputs_table(outputs: Sequence[_Output], spec: EvalSpec, asked: Sequence[Asked]) -> pa.Table:
+    names = [name for name, _, _ in spec.arms]
+    beside = sorted(outputs, key=lambda g: (g.asked, g.repetition, g.arm))
+    arrays = [
+        pa.array([asked[g.asked].task for g in beside], pa.string()),
+        pa.array([asked[g.asked].question for g in beside], pa.int32()),
+        pa.array([g.repetition for g in beside], pa.int32()),
+        pa.array([names[g.arm] for g in beside], pa.string()),
+        _lists([g.tokens for g in beside], pa.int32()),
+        _lists([g.margins for g in beside], pa.float32()),
+    ]
+    return pa.Table.from_arrays(arrays, schema=OUTPUTS)
 
 
 def _graded(text: str, question: Asked, thinking: Thinking | None) -> tuple[str | None, str | None]:
@@ -169,13 +271,9 @@ def _graded(text: str, question: Asked, thinking: Thinking | None) -> tuple[str 
     return answer, "right" if answer == question.gold else "wrong"
 
 
-def _left(reference: dict[str, Any] | None, g: dict[str, Any]) -> tuple[int, float] | None:
-    from quantlab.engine.generation import Generation, Job, first_divergence
-
-    if reference is None:
-        return None
-    one, two = (
-        Generation(job=Job(0, 0, 0), tokens=x["tokens"], margins=x["margins"], stop_id=x["stop_id"])
-        for x in (reference, g)
-    )
-    return first_divergence(one, two)
+def _left(reference: _Output | None, g: _Output) -> tuple[int | None, float | None]:
+    """Where an output leaves its counterpart, and the counterpart's margin there."""
+    at = None if reference is None else first_difference(reference.whole, g.whole)
+    if reference is None or at is None:
+        return None, None
+    return at, float(reference.margins[at]) if at < len(reference.margins) else float("nan")

@@ -10,12 +10,20 @@ import pytest
 from quantlab.data.benchmarks.benchmark import Item
 from quantlab.data.tasks import END_ID, TASKS
 from quantlab.data.tokenize import ByteTokenizer
+from quantlab.engine.generation import Generation, Job, first_divergence
 from quantlab.errors import RunError, UsageError
 from quantlab.metrics.accuracy_table import bins_table, summary_table
 from quantlab.replay.policy import parse_policy
 from quantlab.report.accuracy import bins_tables, summary_tables, write_figures
 from quantlab.study.accuracy import load_eval, run_eval
-from quantlab.study.accuracy_rows import PART, SCHEMA, finish_rows
+from quantlab.study.accuracy_rows import (
+    OUTPUTS,
+    PART,
+    SCHEMA,
+    finish_rows,
+    first_difference,
+    part_table,
+)
 from quantlab.study.accuracy_spec import Asked, EvalSpec, ask, describe
 from quantlab.study.run import Interrupted
 from tests.models.tiny import tiny
@@ -69,9 +77,11 @@ def finished(spec, write):
     def decode(tokens):
         return ByteTokenizer().decode(np.asarray(tokens, np.int64))
 
-    return finish_rows(
+    rows, outputs = finish_rows(
         scripted(spec, write), spec, ask(spec), decode=decode, thinking=None, grader=lambda p: []
     )
+    assert outputs.schema.names == OUTPUTS.names and outputs.num_rows == rows.num_rows
+    return rows
 
 
 def test_rows_are_graded_and_compared():
@@ -107,6 +117,52 @@ def test_rows_are_graded_and_compared():
         # the output leaves FP32's where the answer begins, unless the answer starts with a 1
         start = right.source.solution.rindex("answer ") + len("answer ")
         assert r["left_at"] >= start and r["left_margin"] == 0.5
+
+
+def test_outputs_lie_beside_their_counterparts(whole):
+    table = whole.outputs().to_pylist()
+    arms = [arm for arm, _, _ in whole.spec.arms]
+    assert [r["arm"] for r in table] == arms * (len(table) // len(arms))
+    rows = {
+        (r["arm"], r["task"], r["question"], r["repetition"]): r for r in whole.rows.to_pylist()
+    }
+    for first in range(0, len(table), len(arms)):
+        beside = table[first : first + len(arms)]
+        assert len({(r["task"], r["question"], r["repetition"]) for r in beside}) == 1
+        for r in beside:
+            row = rows[r["arm"], r["task"], r["question"], r["repetition"]]
+            assert len(r["tokens"]) + (row["stop_id"] is not None) == row["length"]
+            # margins of the reference alone: others are measured against them
+            assert len(r["margins"]) == (row["length"] if r["arm"] == "reference" else 0)
+            if row["left_margin"] is not None:
+                own = beside[arms.index("reference")]
+                assert own["margins"][row["left_at"]] == row["left_margin"]
+
+
+def test_parts_hold_generations_as_they_are():
+    made = [
+        Generation(job=Job(1, 4, 2), tokens=[5, 6], margins=[0.5, 1.5, 2.5], finish="stop",
+                   stop_id=7),
+        Generation(job=Job(0, 3, 1), tokens=[], margins=[], finish="diverged", diverged_at=0),
+        Generation(job=Job(2, 4, 2), tokens=[9], margins=[0.25], finish="budget"),
+    ]  # fmt: skip
+    table = part_table(made, margins_of=1)
+    assert table.schema == PART
+    assert [tuple(r.values()) for r in table.to_pylist()] == [
+        (1, 4, 2, [5, 6], [0.5, 1.5, 2.5], "stop", 7, -1),
+        (0, 3, 1, [], [], "diverged", None, 0),
+        (2, 4, 2, [9], [], "budget", None, -1),
+    ]
+
+
+def test_where_outputs_part():
+    """The rule of `first_divergence`, on arrays."""
+    cases = [([1, 2, 9], [1, 2, 9]), ([1, 2, 9], [1, 2, 3]), ([1, 2], [1, 5, 6]), ([1], [1, 2])]
+    for a, b in cases:
+        one, two = (Generation(job=Job(0, 0, 0), tokens=x, margins=[0.5] * 9) for x in (a, b))
+        want = first_divergence(one, two)
+        got = first_difference(np.array(a, np.int32), np.array(b, np.int32))
+        assert got == (None if want is None else want[0])
 
 
 def test_bins_come_from_the_first_fp32_run():
@@ -152,7 +208,7 @@ def test_mathematics_goes_to_the_grader():
         seen.extend(pairs)
         return ["right", "timeout"]
 
-    found = finish_rows(
+    found, _ = finish_rows(
         [pa.Table.from_pylist(rows, schema=PART)], spec, asked,
         decode=lambda t: ByteTokenizer().decode(np.asarray(t)), thinking=None, grader=grader,
     )  # fmt: skip
@@ -189,7 +245,8 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path, model, whole, seconds):
                 spec, out, resume=True, model=model, progress=Killer(at), checkpoint_seconds=seconds
             )
     again = run_eval(spec, out, resume=True, model=model, checkpoint_seconds=seconds)
-    assert (out / "rows.parquet").read_bytes() == (whole.path / "rows.parquet").read_bytes()
+    for file in ("rows.parquet", "outputs.parquet"):
+        assert (out / file).read_bytes() == (whole.path / file).read_bytes()
     assert again.run["state"] == "finished" and len(again.run["sessions"]) == 3
     assert not (out / "parts").exists()
     # the same spec again computes nothing, another is refused
