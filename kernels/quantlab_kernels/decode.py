@@ -37,6 +37,7 @@ from quantlab_kernels.decode_launch import (
     conventional_launch,
     flush_launch,
     programs,
+    spanned_heads,
     step_launch,
 )
 from quantlab_kernels.decode_plan import Cursors, Plan
@@ -121,7 +122,7 @@ class StateStore:
     @property
     def words(self) -> Tensor:
         """Codes as the step kernel takes them: int32 words where several share one."""
-        return self.codes.view(torch.int32) if self.name in ("fp8", "nvfp4") else self.codes
+        return self.codes if self.name == "fp32" else self.codes.view(torch.int32)
 
     @property
     def slot_states(self) -> int:
@@ -395,11 +396,11 @@ class LayerCache:
             dk=read.dk,
             per_channel=self.per_channel,
         )
-        tiles = -(-read.dv // cut.block_v)
-        blocks = -(-tiles // cut.splits)
-        items = plan.capacity * self.key_heads * (group // cut.heads) * cut.splits
+        unit = 1 if self.per_channel else group
+        tiles = -(-unit * read.dv // cut.block_v)
+        parts = -(-tiles // cut.tiles)
         tensors, strides = self._sources(inputs, out)
-        replay_step_kernel[(programs(items, cut.per_sm, inputs.v.device),)](
+        replay_step_kernel[(plan.capacity * (read.heads // unit) * parts,)](
             *tensors,
             read.words,
             read.scales,
@@ -423,11 +424,12 @@ class LayerCache:
             BLOCK_L=max(16, triton.next_power_of_2(window)),
             BLOCK_V=cut.block_v,
             DK=read.dk,
+            COLUMNS=max(32, read.dk),
             WIDTH=min(cut.width, read.dk),
             HEADS_PER_KEY=group,
-            HEADS=cut.heads,
-            BLOCKS=blocks,
-            SPLITS=cut.splits,
+            TILES=cut.tiles,
+            SPAN=spanned_heads(cut.block_v, dv=read.dv, most=unit),
+            WARPS=cut.warps,
             DELTA=self.delta,
             PER_CHANNEL=self.per_channel,
             HAS_DT=self.has_dt,

@@ -19,22 +19,19 @@ class StepLaunch:
     """How an output-only step is cut.
 
     Attributes:
-        block_v: state rows of a tile.
-        heads: value heads of a key head that one item walks; divides their number.
-        splits: parts of a head's tiles that are items of their own.
-        width: row elements side by side in a warp (fp32, fp16, bf16), at most dk.
+        block_v: state rows of a tile, which may span heads; 16 a warp and more keep a narrow
+            format's codes in the lanes that need them.
+        tiles: tiles of one program.
+        width: row elements side by side in a warp (fp32), at most dk.
         warps: of a program.
-        per_sm: programs per multiprocessor.
         registers: most registers of a thread; None leaves it to the compiler.
         origin: "design", or the run that chose it.
     """
 
     block_v: int
-    heads: int = 1
-    splits: int = 1
+    tiles: int = 1
     width: int = 32
     warps: int = 4
-    per_sm: int = 4
     registers: int | None = None
     origin: str = "design"
 
@@ -76,39 +73,21 @@ def step_launch(
         dk: key width.
         per_channel: decay per key channel.
     """
-    group = heads // key_heads
-    warps, per_sm, registers = 4, 3, 168
-    if fmt == "fp32":
-        # 16 KB a tile, one or two of them on their way in each of three programs: 48 to 96 KB
-        block_v, width, walk = min(32, _power(dv)), min(dk, 32), 1
-    elif fmt in ("fp16", "bf16"):
-        # the same bytes take twice the rows: as many registers a lane, in twice the lanes
-        block_v, width, walk = min(64, _power(dv)), min(dk, 64), 1
-        warps, per_sm, registers = 8, 2, 128
-    else:
-        # a whole head is 16 or 9 KB: walk several, so that the keys are met once for all
-        block_v = min(128 if fmt == "nvfp4" else 64, _power(dv))
-        width, walk = dk, min(group, 4)
-    if block_v > dv and dv >= 16:
-        block_v //= 2
-    if per_channel:
-        walk = 1
-    tiles = -(-dv // block_v)
-    splits = 1
+    unit = dv if per_channel else dv * (heads // key_heads)
+    block_v, tiles, registers = (64, 1, 128) if fmt == "fp32" else (128, 1, None)
     if rows * heads < 512:
-        # too few heads to fill the device: every tile is an item
-        walk, splits = 1, tiles
-    while group % walk:
-        walk -= 1
-    return StepLaunch(
-        block_v=max(1, block_v),
-        heads=walk,
-        splits=splits,
-        width=width,
-        warps=warps,
-        per_sm=per_sm,
-        registers=registers,
-    )
+        # too few heads to fill the device: small programs
+        block_v, tiles = 16 if fmt == "fp32" else 32, 1
+    block_v = min(block_v, _power(max(16, unit)))
+    warps = max(1, min(4, block_v // 16))
+    return StepLaunch(block_v=block_v, tiles=tiles, warps=warps, registers=registers)
+
+
+def spanned_heads(block_v: int, *, dv: int, most: int) -> int:
+    """Count the heads that the rows of one tile may belong to, heads being contiguous."""
+    if dv % block_v == 0 or block_v % dv == 0:
+        return min(max(1, block_v // dv), most)
+    return min((block_v - 2) // dv + 2, most)
 
 
 def flush_launch(

@@ -309,7 +309,6 @@ class Timing:
 
 def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
     """List launches of a step to try, the table's first."""
-    group = shape.heads // shape.key_heads
     first = step_launch(
         fmt,
         rows=batch,
@@ -319,29 +318,28 @@ def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
         dk=shape.dk,
         per_channel=shape.per_channel,
     )
-    tries = [first]
-    if fmt in ("fp32", "fp16", "bf16"):
-        tries += [
-            replace(first, block_v=16, warps=4, per_sm=6, registers=80),
-            replace(first, block_v=16, warps=2, per_sm=8, registers=128),
-            replace(first, warps=8, per_sm=4, registers=64),
-            replace(first, block_v=64, warps=8, per_sm=2, registers=128),
-            replace(first, block_v=32, warps=4, per_sm=4, registers=128),
-            replace(first, block_v=32, warps=4, per_sm=3, registers=168),
-            replace(first, heads=min(2, group)),
+    if fmt == "fp32":
+        tries = [
+            first,
+            replace(first, block_v=64, warps=4, registers=None),
+            replace(first, block_v=32, warps=2, registers=128),
+            replace(first, block_v=32, warps=4, registers=80),
+            replace(first, block_v=32, warps=4, registers=64),
+            replace(first, block_v=128, warps=8, registers=128),
+            replace(first, block_v=64, warps=4, tiles=2, registers=168),
         ]
     else:
-        tries += [
-            replace(first, block_v=64, per_sm=4, registers=128),
-            replace(first, per_sm=2, registers=None),
-            replace(first, block_v=64, per_sm=3, registers=168),
-            replace(first, block_v=128, warps=8, per_sm=2, registers=128),
-            replace(first, block_v=32, warps=2, per_sm=6, registers=168),
-            replace(first, block_v=32, warps=1, per_sm=12, registers=168),
-            replace(first, heads=1),
-            replace(first, heads=min(group, 2)),
+        tries = [
+            first,
+            replace(first, block_v=128, warps=4, registers=128),
+            replace(first, block_v=128, warps=4, registers=96),
+            replace(first, block_v=128, warps=4, tiles=2),
+            replace(first, block_v=64, warps=4),
+            replace(first, block_v=64, warps=2),
+            replace(first, block_v=64, warps=4, tiles=4),
+            replace(first, block_v=128, warps=8),
         ]
-    return [c for i, c in enumerate(tries) if c not in tries[:i] and group % c.heads == 0]
+    return [c for i, c in enumerate(tries) if c not in tries[:i]]
 
 
 def flushes(first: TileLaunch, whole: bool) -> list[TileLaunch]:
@@ -441,9 +439,7 @@ def timed(
         cuts[key] = best
         row["tried"] = [[round(us, 2), asdict(cut)] for cut, us in tried.items()]
     if batch >= 256 and key in cuts:
-        cut = cuts[key]
-        fits = (shape.heads // shape.key_heads) % cut.heads == 0
-        cache.step_cut = cut if fits else None
+        cache.step_cut = cuts[key]
     steps, flush, window = timing.steps(), timing.flush(), timing.window()
     read = policy.read if policy.kind == "separate" else None
     last = policy.window - 1

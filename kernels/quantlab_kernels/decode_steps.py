@@ -6,10 +6,11 @@
 One pass over the read copy serves S q and S k. With decays per key channel, q and k take the decay
 before they meet S, and g_j sits inside the products with the records' keys.
 
-How it runs: a program walks items (row, key head, part of its value heads) and, inside, tiles of
-BLOCK_V state rows. Before it works on a tile, or on the keys of a new item, it has issued the loads
-of the next tile: the state's codes, the records behind them and the value. They depend on the
-plan's line alone.
+How it runs: a unit is what shares q and k, the value heads of a key head (one head where decays are
+per channel); its state rows are contiguous over heads. A program walks TILES tiles of BLOCK_V rows
+of one unit, which may span heads, and meets the keys once. The first tile's codes, records and
+values depend on one line of the plan, and are asked for before anything is computed; the next
+tile's codes while one is worked on. Many small programs keep the memory busy.
 Decays are cumulated from the newest record back, so that no difference of logs is taken.
 
 Rounding points: the token's k, v and u are rounded to their records as they are appended; the step
@@ -22,12 +23,15 @@ Not covered: L = 1 (decode_conventional.py), several tokens at once.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.decode_formats import (
-    as_multiplier,
-    fetch_tile,
-    tile_product,
-)
 from quantlab_kernels.decode_plan import COUNT, ROW, SLOT
+from quantlab_kernels.decode_products import (
+    codes_per_word,
+    fetch_codes,
+    fetched_rows,
+    multipliers,
+    operand_columns,
+    tile_products,
+)
 from quantlab_kernels.rounding import round_bf16
 
 
@@ -57,130 +61,6 @@ def store_record(ptrs, x, mask, RECORD: tl.constexpr):
         tl.store(ptrs, x.to(tl.float16), mask=mask)
     else:
         tl.store(ptrs, x, mask=mask)
-
-
-@triton.jit
-def _fetch(
-    tile,
-    n_tiles,
-    codes_ptr,
-    scales_ptr,
-    state_scale_ptr,
-    written_ptr,
-    v_ptr,
-    lines_ptr,
-    n_rows,
-    per_row,
-    heads,
-    dv,
-    slot_states,
-    slot_records,
-    stride_v_row,
-    stride_v_head,
-    FORMAT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    DK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Issue the large loads of this program's tile number `tile`: state rows, records, the value.
-
-    Nothing is read beyond its last tile.
-    """
-    live = tile < n_tiles
-    tile = tl.where(live, tile, 0)
-    item = tl.program_id(0) + tile // (HEADS * BLOCKS) * tl.num_programs(0)
-    local = tile % (HEADS * BLOCKS)
-    line = item // per_row
-    within = item - line * per_row
-    row = tl.load(lines_ptr + ROW * n_rows + line)
-    slot = tl.load(lines_ptr + SLOT * n_rows + line)
-    count = tl.load(lines_ptr + COUNT * n_rows + line)
-    head = within // SPLITS * HEADS + local // BLOCKS
-    first = (within % SPLITS * BLOCKS + local % BLOCKS) * BLOCK_V
-    rows_left = tl.where(live, dv - first, 0)
-    state = slot.to(tl.int64) * slot_states + head
-    codes, scales, state_scale = fetch_tile(
-        codes_ptr,
-        scales_ptr,
-        state_scale_ptr,
-        state * dv + first,
-        state,
-        rows_left,
-        FORMAT,
-        BLOCK_V,
-        DK,
-        WIDTH,
-    )
-    value = tl.arange(0, BLOCK_V)
-    age = tl.arange(0, BLOCK_L)
-    inside = value < rows_left
-    record = slot.to(tl.int64) * slot_records + count - 1 - age
-    place = (record[:, None] * heads + head) * dv + first + value[None, :]
-    mask = (age < count)[:, None] & inside[None, :]
-    written = tl.load(written_ptr + place, mask=mask, other=0)
-    v = tl.load(
-        v_ptr + row.to(tl.int64) * stride_v_row + head * stride_v_head + first + value,
-        mask=inside,
-        other=0.0,
-    )
-    return codes, scales, state_scale, written, v
-
-
-@triton.jit
-def _fetch_head(
-    log_ptr,
-    log_records_ptr,
-    strength_ptr,
-    strength_records_ptr,
-    slot,
-    row,
-    count,
-    head,
-    heads,
-    slot_records,
-    slot_logs,
-    stride_log_row,
-    stride_log_head,
-    stride_strength_row,
-    stride_strength_head,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    DK: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    HAS_DT: tl.constexpr,
-):
-    """Issue the small loads of a head: log decays and strengths, the token's and the records'.
-
-    Returns:
-        log decay of the token, log decays [BLOCK_L] (or [BLOCK_L, DK]) of what came after each
-        record, by age, but for the token's; strength of the token; step sizes by age, [BLOCK_L].
-    """
-    age = tl.arange(0, BLOCK_L)
-    after = (age > 0) & (age <= count)
-    log_ptrs = log_ptr + row.to(tl.int64) * stride_log_row + head * stride_log_head
-    base = slot.to(tl.int64) * slot_logs + head * (L - 1) + count
-    if PER_CHANNEL:
-        channel = tl.arange(0, DK)
-        log_now = tl.load(log_ptrs + channel).to(tl.float32)
-        record = slot.to(tl.int64) * slot_records + count - age
-        place = (record[:, None] * heads + head) * DK + channel[None, :]
-        later = tl.load(log_records_ptr + place, mask=after[:, None], other=0.0)
-    else:
-        log_now = tl.load(log_ptrs).to(tl.float32)
-        later = tl.load(log_records_ptr + base - age, mask=after, other=0.0)
-    strength = 1.0
-    dts = 1.0
-    if DELTA or HAS_DT:
-        strength_ptrs = strength_ptr + row.to(tl.int64) * stride_strength_row
-        strength = tl.load(strength_ptrs + head * stride_strength_head).to(tl.float32)
-    if HAS_DT:
-        dts = tl.load(strength_records_ptr + base - 1 - age, mask=age < count, other=0.0)
-    return log_now, later, strength, dts
 
 
 @triton.jit
@@ -237,11 +117,12 @@ def replay_step_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_V: tl.constexpr,
     DK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS_PER_KEY: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPAN: tl.constexpr,
+    WARPS: tl.constexpr,
     DELTA: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     HAS_DT: tl.constexpr,
@@ -250,236 +131,196 @@ def replay_step_kernel(
     KEY_RECORD: tl.constexpr,
     WRITTEN_RECORD: tl.constexpr,
 ):
-    """Programs walk items: (planned row, key head, HEADS value heads of it, BLOCKS tiles of dv).
+    """One program per (planned row, unit, TILES tiles of BLOCK_V of its state rows).
 
     strength: beta of a delta rule, dt of Mamba-2. written: records of u, or of x without a delta
-    rule. Records are [slots, L - 1, heads, width], scalar ones [slots, heads, L - 1].
+    rule. Records are [slots, L - 1, heads, width], scalar ones [slots, heads, L - 1]. SPAN: most
+    heads that a tile's rows belong to. WARPS: of the program.
     """
+    UNIT: tl.constexpr = 1 if PER_CHANNEL else HEADS_PER_KEY
+    rows = UNIT * dv  # of a unit
+    parts = (rows + TILES * BLOCK_V - 1) // (TILES * BLOCK_V)
+    per_line = heads // UNIT * parts
+    line = tl.program_id(0) // per_line
+    within = tl.program_id(0) - line * per_line
     n_steps = tl.load(counts_ptr)
-    PARTS: tl.constexpr = HEADS_PER_KEY // HEADS
-    per_row = key_heads * PARTS * SPLITS
-    n_items = n_steps * per_row
-    item = tl.program_id(0)
-    stride = tl.num_programs(0)
-    age = tl.arange(0, BLOCK_L)
-    channel = tl.arange(0, DK)
-    value = tl.arange(0, BLOCK_V)
-    n_tiles = (n_items - item + stride - 1) // stride * (HEADS * BLOCKS)
-    if item < n_items:
-        codes, scales, state_scale, written, v = _fetch(
-            0,
-            n_tiles,
+    row = tl.load(lines_ptr + ROW * n_rows + line).to(tl.int64)
+    slot = tl.load(lines_ptr + SLOT * n_rows + line).to(tl.int64)
+    count = tl.load(lines_ptr + COUNT * n_rows + line)
+    if line < n_steps:
+        head0 = within // parts * UNIT
+        first0 = (within % parts) * (TILES * BLOCK_V)
+        key_head = head0 // HEADS_PER_KEY
+        record = slot * slot_records + count  # the token's
+        state0 = (slot * slot_states + head0) * dv + first0
+        fetched = fetched_rows(BLOCK_V, WARPS, codes_per_word(FORMAT) > 1)
+        codes, scales = fetch_codes(
             codes_ptr,
             scales_ptr,
-            state_scale_ptr,
-            written_ptr,
-            v_ptr,
-            lines_ptr,
-            n_rows,
-            per_row,
-            heads,
-            dv,
-            slot_states,
-            slot_records,
-            stride_v_row,
-            stride_v_head,
-            FORMAT,
-            BLOCK_V,
-            BLOCK_L,
+            state0,
+            fetched,
+            fetched < rows - first0,
             DK,
-            WIDTH,
-            HEADS,
-            BLOCKS,
-            SPLITS,
-        )
-        next_codes, next_scales, next_state_scale, next_written, next_v = _fetch(
-            1,
-            n_tiles,
-            codes_ptr,
-            scales_ptr,
-            state_scale_ptr,
-            written_ptr,
-            v_ptr,
-            lines_ptr,
-            n_rows,
-            per_row,
-            heads,
-            dv,
-            slot_states,
-            slot_records,
-            stride_v_row,
-            stride_v_head,
+            COLUMNS,
             FORMAT,
-            BLOCK_V,
-            BLOCK_L,
-            DK,
             WIDTH,
-            HEADS,
-            BLOCKS,
-            SPLITS,
         )
-        tile = 2  # the next to be fetched
-        while item < n_items:
-            line = item // per_row
-            row = tl.load(lines_ptr + ROW * n_rows + line)
-            slot = tl.load(lines_ptr + SLOT * n_rows + line)
-            count = tl.load(lines_ptr + COUNT * n_rows + line)
-            within = item - line * per_row
-            head0 = within // SPLITS * HEADS
-            first0 = (within % SPLITS) * (BLOCKS * BLOCK_V)
-            key_head = head0 // HEADS_PER_KEY
+        age = tl.arange(0, BLOCK_L)
+        past = age < count
+        tile_row = tl.arange(0, BLOCK_V)
+        # neighbours along dv to neighbouring lanes, ages within one: sums over ages need no shuffle
+        written_place = tl.max_contiguous(tile_row[:, None] - (age * (heads * dv))[None, :], [1, 1])
 
-            next_log, next_later, next_strength, next_dts = _fetch_head(
-                log_ptr,
-                log_records_ptr,
-                strength_ptr,
-                strength_records_ptr,
-                slot,
-                row,
-                count,
-                head0,
-                heads,
-                slot_records,
-                slot_logs,
-                stride_log_row,
-                stride_log_head,
-                stride_strength_row,
-                stride_strength_head,
-                L,
-                BLOCK_L,
-                DK,
-                DELTA,
-                PER_CHANNEL,
-                HAS_DT,
+        channel = tl.arange(0, COLUMNS)
+        known = channel < DK
+        order = operand_columns(FORMAT, COLUMNS)
+        q_ptrs = q_ptr + row * stride_q_row + key_head * stride_q_head
+        k_ptrs = k_ptr + row * stride_k_row + key_head * stride_k_head
+        q = tl.load(q_ptrs + channel, mask=known, other=0.0).to(tl.float32)
+        k = tl.load(k_ptrs + channel, mask=known, other=0.0).to(tl.float32)
+        q_tile = tl.load(q_ptrs + order, mask=order < DK, other=0.0).to(tl.float32)
+        k_tile = tl.load(k_ptrs + order, mask=order < DK, other=0.0).to(tl.float32)
+        key_place = ((record - 1) * key_heads + key_head) * DK
+        keys = load_record(
+            key_records_ptr + key_place + channel[None, :] - (age * (key_heads * DK))[:, None],
+            past[:, None] & known[None, :],
+            KEY_RECORD,
+        )
+        own = tl.sum(q * k, axis=0)
+        if PER_CHANNEL:
+            log_ptrs = log_ptr + row * stride_log_row + head0 * stride_log_head
+            log_now = tl.load(log_ptrs + channel, mask=known, other=0.0).to(tl.float32)
+            log_place = (record * heads + head0) * DK + channel
+            later = tl.load(
+                log_records_ptr + log_place[None, :] - (age * (heads * DK))[:, None],
+                mask=((age > 0) & (age <= count))[:, None] & known[None, :],
+                other=0.0,
             )
-            row64 = row.to(tl.int64)
-            q = tl.load(q_ptr + row64 * stride_q_row + key_head * stride_q_head + channel)
-            k = tl.load(k_ptr + row64 * stride_k_row + key_head * stride_k_head + channel)
-            q = q.to(tl.float32)
-            k = k.to(tl.float32)
-            record = slot.to(tl.int64) * slot_records + count
-            place = ((record - 1 - age)[:, None] * key_heads + key_head) * DK + channel[None, :]
-            keys = load_record(key_records_ptr + place, (age < count)[:, None], KEY_RECORD)
-            if (first0 == 0) & (head0 % HEADS_PER_KEY == 0):
-                key_place = (record * key_heads + key_head) * DK + channel
-                store_record(key_records_ptr + key_place, k, channel < DK, KEY_RECORD)
-            own = tl.sum(q * k, axis=0)
-            if not PER_CHANNEL:
-                met_q = tl.sum(keys * q[None, :], axis=1)
-                met_k = tl.sum(keys * k[None, :], axis=1)
-                q_tile = as_multiplier(q, FORMAT, DK, WIDTH)
-                k_tile = as_multiplier(k, FORMAT, DK, WIDTH)
+            since, whole = _decays(log_now, later, count, BLOCK_L, True)
+            keys = keys * since
+            # the same again for the operand: its columns are in another order
+            log_tile = tl.load(log_ptrs + order, mask=order < DK, other=0.0).to(tl.float32)
+            order_place = (record * heads + head0) * DK + order
+            later = tl.load(
+                log_records_ptr + order_place[None, :] - (age * (heads * DK))[:, None],
+                mask=((age > 0) & (age <= count))[:, None] & (order < DK)[None, :],
+                other=0.0,
+            )
+            _, whole = _decays(log_tile, later, count, BLOCK_L, True)
+            q_tile = q_tile * whole
+            k_tile = k_tile * whole
+            if first0 == 0:
+                tl.store(log_records_ptr + log_place, log_now, mask=known)
+        met_q = tl.sum(keys * q[None, :], axis=1)
+        met_k = tl.sum(keys * k[None, :], axis=1)
+        if (first0 == 0) & (head0 % HEADS_PER_KEY == 0):
+            own_place = (record * key_heads + key_head) * DK + channel
+            store_record(key_records_ptr + own_place, k, known, KEY_RECORD)
+        by, q_factor, k_factor = multipliers(q_tile, k_tile, FORMAT, DELTA, WIDTH)
 
-            for part in range(0, HEADS):
-                head = head0 + part
-                log_now = next_log
-                strength = next_strength
-                since, whole = _decays(log_now, next_later, count, BLOCK_L, PER_CHANNEL)
-                if PER_CHANNEL:
-                    decayed = keys * since
-                    weight_q = tl.sum(decayed * q[None, :], axis=1)
-                    weight_k = tl.sum(decayed * k[None, :], axis=1)
-                    q_tile = as_multiplier(q * whole, FORMAT, DK, WIDTH)
-                    k_tile = as_multiplier(k * whole, FORMAT, DK, WIDTH)
-                    decay = 1.0
-                else:
-                    weight_q = met_q * since
-                    weight_k = met_k * since
-                    decay = whole
-                if HAS_DT:
-                    weight_q *= next_dts
-                if HEADS > 1:
-                    following = tl.minimum(part + 1, HEADS - 1) + head0
-                    next_log, next_later, next_strength, next_dts = _fetch_head(
-                        log_ptr,
-                        log_records_ptr,
-                        strength_ptr,
-                        strength_records_ptr,
-                        slot,
-                        row,
-                        count,
-                        following,
-                        heads,
-                        slot_records,
-                        slot_logs,
-                        stride_log_row,
-                        stride_log_head,
-                        stride_strength_row,
-                        stride_strength_head,
-                        L,
-                        BLOCK_L,
-                        DK,
-                        DELTA,
-                        PER_CHANNEL,
-                        HAS_DT,
-                    )
-                scalar = slot.to(tl.int64) * slot_logs + head * (L - 1) + count
-                if first0 == 0:
-                    if PER_CHANNEL:
-                        log_place = (record * heads + head) * DK + channel
-                        tl.store(log_records_ptr + log_place, log_now)
-                    else:
-                        tl.store(log_records_ptr + scalar, log_now)
-                    if HAS_DT or (DELTA and KEEP_V):
-                        tl.store(strength_records_ptr + scalar, strength)
+        for tile in range(0, TILES):
+            first = first0 + tile * BLOCK_V
+            r = first + tile_row
+            inside = r < rows
+            if TILES > 1:
+                following = first + BLOCK_V
+                next_codes, next_scales = fetch_codes(
+                    codes_ptr,
+                    scales_ptr,
+                    state0 + (tile + 1) * BLOCK_V,
+                    fetched,
+                    (fetched < rows - following) & (tile + 1 < TILES),
+                    DK,
+                    COLUMNS,
+                    FORMAT,
+                    WIDTH,
+                )
+            head = head0 + (r if SPAN > 1 else first + tl.zeros_like(r)) // dv
+            value = r - (head - head0) * dv
+            written_base = written_ptr + ((record - 1) * heads + head0) * dv + first
+            written = record_value(
+                tl.load(
+                    written_base + written_place, mask=inside[:, None] & past[None, :], other=0
+                ),
+                WRITTEN_RECORD,
+            )
+            v_ptrs = v_ptr + row * stride_v_row + head * stride_v_head + value
+            x = tl.load(v_ptrs, mask=inside, other=0.0).to(tl.float32)
+            strength = 1.0
+            if DELTA or HAS_DT:
+                strength = tl.load(
+                    strength_ptr + row * stride_strength_row + head * stride_strength_head,
+                    mask=inside,
+                    other=0.0,
+                ).to(tl.float32)
 
-                for block in range(0, BLOCKS):
-                    first = first0 + block * BLOCK_V
-                    in_v = first + value < dv
-                    past = record_value(written, WRITTEN_RECORD)
-                    o = decay * tile_product(codes, scales, state_scale, q_tile, FORMAT)
-                    o += tl.sum(past * weight_q[:, None], axis=0)
-                    x = v.to(tl.float32)
-                    u = x
-                    if DELTA:
-                        met = decay * tile_product(codes, scales, state_scale, k_tile, FORMAT)
-                        met += tl.sum(past * weight_k[:, None], axis=0)
-                        u = strength * (x - met)
-                    elif HAS_DT:
-                        u = strength * x
-                    o += own * u
-                    tl.store(
-                        out_ptr + row64 * stride_out_row + head * stride_out_head + first + value,
-                        o,
-                        mask=in_v,
+            scalar = slot * slot_logs + head * (L - 1) + count
+            if PER_CHANNEL:
+                by_q = tl.sum(written * met_q[None, :], axis=1)
+                by_k = tl.sum(written * met_k[None, :], axis=1)
+                decay = 1.0
+            else:
+                log_place = row * stride_log_row + head * stride_log_head
+                log_now = tl.load(log_ptr + log_place, mask=inside, other=0.0).to(tl.float32)
+                tl.store(log_records_ptr + scalar, log_now, mask=inside & (value == 0))
+                weight_q = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)
+                weight_k = weight_q
+                decay = tl.zeros([BLOCK_V], dtype=tl.float32)
+                for s in tl.static_range(SPAN):
+                    spanned = tl.minimum(first // dv + s, UNIT - 1) + head0
+                    base = slot * slot_logs + spanned * (L - 1) + count
+                    now = tl.load(log_ptr + row * stride_log_row + spanned * stride_log_head)
+                    later = tl.load(
+                        log_records_ptr + base - age, mask=(age > 0) & (age <= count), other=0.0
                     )
-                    written_place = (record * heads + head) * dv + first + value
-                    if DELTA:
-                        store_record(written_ptr + written_place, u, in_v, WRITTEN_RECORD)
-                        if KEEP_V:
-                            store_record(value_records_ptr + written_place, x, in_v, KEY_RECORD)
+                    since, whole = _decays(now.to(tl.float32), later, count, BLOCK_L, False)
+                    if HAS_DT:
+                        since *= tl.load(
+                            strength_records_ptr + base - 1 - age, mask=past, other=0.0
+                        )
+                    if SPAN == 1:
+                        weight_q = (met_q * since)[None, :]
+                        weight_k = (met_k * since)[None, :]
+                        decay = whole
                     else:
-                        store_record(written_ptr + written_place, x, in_v, WRITTEN_RECORD)
-                    codes = next_codes
-                    scales = next_scales
-                    state_scale = next_state_scale
-                    written = next_written
-                    v = next_v
-                    next_codes, next_scales, next_state_scale, next_written, next_v = _fetch(
-                        tile,
-                        n_tiles,
-                        codes_ptr,
-                        scales_ptr,
-                        state_scale_ptr,
-                        written_ptr,
-                        v_ptr,
-                        lines_ptr,
-                        n_rows,
-                        per_row,
-                        heads,
-                        dv,
-                        slot_states,
-                        slot_records,
-                        stride_v_row,
-                        stride_v_head,
-                        FORMAT,
-                        BLOCK_V,
-                        BLOCK_L,
-                        DK,
-                        WIDTH,
-                        HEADS,
-                        BLOCKS,
-                        SPLITS,
-                    )
-                    tile += 1
-            item += stride
+                        here = head == spanned
+                        weight_q = tl.where(here[:, None], (met_q * since)[None, :], weight_q)
+                        if DELTA:
+                            weight_k = tl.where(here[:, None], (met_k * since)[None, :], weight_k)
+                        decay = tl.where(here, whole, decay)
+                by_q = tl.sum(written * weight_q, axis=1)
+                if DELTA:
+                    by_k = tl.sum(written * weight_k, axis=1)
+            if HAS_DT or (DELTA and KEEP_V):
+                tl.store(strength_records_ptr + scalar, strength, mask=inside & (value == 0))
+
+            of_q, of_k = tile_products(codes, scales, by, BLOCK_V, COLUMNS, FORMAT, DELTA, WARPS)
+            if FORMAT == "fp8" or FORMAT == "int8" or FORMAT == "int4":
+                row_scale = tl.load(
+                    scales_ptr + state0 + tile * BLOCK_V + tile_row, mask=inside, other=0.0
+                )
+                decay = decay * row_scale
+            if FORMAT == "nvfp4":
+                state_scale = tl.load(
+                    state_scale_ptr + slot * slot_states + head, mask=inside, other=0.0
+                )
+                decay = decay * state_scale
+            o = of_q * (q_factor * decay) + by_q
+            u = x
+            if DELTA:
+                u = strength * (x - (of_k * (k_factor * decay) + by_k))
+            elif HAS_DT:
+                u = strength * x
+            o += own * u
+            out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + value
+            tl.store(out_ptrs, o, mask=inside)
+            place = (record * heads + head0) * dv + r
+            if DELTA:
+                store_record(written_ptr + place, u, inside, WRITTEN_RECORD)
+                if KEEP_V:
+                    store_record(value_records_ptr + place, x, inside, KEY_RECORD)
+            else:
+                store_record(written_ptr + place, x, inside, WRITTEN_RECORD)
+            if TILES > 1:
+                codes = next_codes
+                scales = next_scales
