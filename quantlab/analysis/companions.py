@@ -33,7 +33,7 @@ def side_by_side(
     dv = inputs.dv
     v = torch.cat([inputs.v] * len(states) if values is None else list(values), -1)
     o, after = exact_scan(replace(inputs, v=v), torch.cat(list(states), 2))
-    return list(o.split(dv, -1)), list(after.split(dv, 2))
+    return list(torch.split(o, dv, -1)), list(torch.split(after, dv, 2))
 
 
 class Companions:
