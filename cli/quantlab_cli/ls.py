@@ -32,11 +32,11 @@ def _formats() -> Listing:
 def _models() -> Listing:
     from quantlab.models.presets import PRESETS
     from quantlab.models.registry import FAMILIES
-    from quantlab.models.zoo import ZOO
+    from quantlab.models.zoo import SHIPPED
 
     listed: Listing = [
         {"name": name, "kind": "zoo", "about": f"embedded: {e.model_type}, {e.kind}"}
-        for name, e in ZOO.items()
+        for name, e in SHIPPED.items()
     ]
     listed += [
         {"name": name, "kind": "preset", "about": f"{p.hub_id}: {p.summary}"}

@@ -20,7 +20,7 @@ def zoo() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 def list_models(as_json: bool) -> None:
     """List the embedded models."""
-    from quantlab.models.zoo import ZOO
+    from quantlab.models.zoo import SHIPPED
 
     found = [
         {
@@ -30,7 +30,7 @@ def list_models(as_json: bool) -> None:
             "shipped": (entry.path / "model.safetensors").is_file(),
             "path": str(entry.path),
         }
-        for name, entry in ZOO.items()
+        for name, entry in SHIPPED.items()
     ]
     if as_json:
         echo_json(found)

@@ -44,7 +44,7 @@ class Source:
 def _zoo() -> Mapping[str, Any]:
     from quantlab.models import zoo
 
-    entries: Mapping[str, Any] = getattr(zoo, "ZOO", {})
+    entries: Mapping[str, Any] = zoo.SHIPPED
     return entries
 
 

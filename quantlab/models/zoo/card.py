@@ -44,7 +44,7 @@ def write_card(model: ZooModel, result: Mapping[str, Any], path: Path) -> None:
             about = BOOKS_AND_UNWRAPPED.format(share=model.training.unwrapped)
     else:
         about, figures, source = PROBLEMS, _solved(result), PROBLEM_DATA
-    what = "books" if model.problems is None else "widest problems"
+    what = "the test books" if model.problems is None else "held-out problems of the widest rows"
     sections = (
         _head(model, result, about),
         figures,
@@ -157,7 +157,7 @@ def _half_lives(result: Mapping[str, Any], what: str) -> list[str]:
     lines = [
         f"## Half-lives of the {'key channels' if per_channel else 'heads'}, tokens",
         "",
-        f"ln 2 / mean(−log decay) on the test {what}.",
+        f"ln 2 / mean(−log decay) on {what}.",
         "",
         f"| recurrent layer | heads{': fastest, median, slowest channel' if per_channel else ''} |",
         "|---|---|",

@@ -299,7 +299,10 @@ REASONERS: Mapping[str, ZooModel] = MappingProxyType(
         for name, base in (("tiny-reasoner-gdn", TINY_GDN), ("tiny-reasoner-mamba2", TINY_MAMBA2))
     }
 )
-"""Models that write out solutions of the embedded tasks; no checkpoint of them is shipped yet."""
+"""Models that write out the solutions of the embedded tasks (`quantlab.data.tasks`)."""
+
+SHIPPED: Mapping[str, ZooModel] = MappingProxyType({**ZOO, **REASONERS})
+"""All whose checkpoints are in the package, by name."""
 
 TRAINABLE: Mapping[str, ZooModel] = MappingProxyType({**ZOO, TINY_KDA.name: TINY_KDA, **REASONERS})
 """All that the recipe can train, by name."""
