@@ -31,6 +31,7 @@ from quantlab.models.zoo.ops import training_ops
 from quantlab.models.zoo.optimiser import orthogonalise
 from quantlab.models.zoo.recipe import Phase
 from quantlab.models.zoo.schedule import Budget, phase_at, rate_at
+from tests.models import small_kda
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -59,21 +60,7 @@ SMALL = {
         "ssm_state_size": 16,
         "n_groups": 2,
     },
-    "tiny-kda": {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mlp_layer_types": ["dense"] * 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 32,
-        "linear_num_heads": 2,
-        "linear_head_dim": 16,
-    },
+    "tiny-kda": small_kda.CONFIG,
 }
 
 
