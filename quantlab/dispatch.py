@@ -83,6 +83,21 @@ def decode_states(device: torch.device | str, implementation: Implementation = "
     return states
 
 
+def decode_trial() -> type[Any]:
+    """Hand out one layer's decode cache filled with numbers, for benchmarks.
+
+    Returns:
+        `quantlab_kernels.decode_trial.Trial`.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("measuring the decode kernels", "nothing else measures them"):
+        from quantlab_kernels.decode_trial import Trial
+    trial: type[Any] = Trial
+    return trial
+
+
 def decode_attention() -> type[Any]:
     """Hand out attention of one query a row over a cache at fixed addresses, on a GPU.
 

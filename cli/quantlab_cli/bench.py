@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ def _common(command: Any) -> Any:
 
 @click.group()
 def bench() -> None:
-    """Measure casts, the scan and the engine on a GPU; compare results with targets.
+    """Measure casts, the scan, the engine and decoding on a GPU; compare results with targets.
 
     Every operation is checked on the inputs it is timed on first, and has no speed if it fails.
     Exit code 1 if one failed.
@@ -102,6 +102,55 @@ def engine(ctx: click.Context, /, streams: int, tokens: int, **common: Any) -> i
         size = {"streams": 1, "tokens": 48}
     rows = bench_engine(bench_, shape=TINY if quick else QWEN, **size)
     return _report(ctx, "engine", rows, bench_, common, size)
+
+
+@bench.command()
+@_common
+@click.option(
+    "--part",
+    type=click.Choice(["all", "kernels", "models"]),
+    default="all",
+    show_default=True,
+    help="One layer's kernels, whole model steps, or both.",
+)
+@click.option("--sweeps/--no-sweeps", default=True, show_default=True, help="Batches and windows.")
+@click.option("--only", default="", help="Kernel rows whose name contains this text.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(0),
+    default=12,
+    show_default=True,
+    help="Processes that compile the kernels before they are timed; 0 for none.",
+)
+@click.pass_context
+def decode(
+    ctx: click.Context, /, part: str, sweeps: bool, only: str, jobs: int, **common: Any
+) -> int:
+    """Measure decode kernels and whole model steps, conventional and replayed."""
+    common["repeats"] = min(common["repeats"], 8)
+    bench_, quick = _prepare(ctx, **common)
+    sizes: dict[str, Any] = {"part": part, "sweeps": sweeps, "only": only}
+    rows = _decode_rows(bench_, quick=quick, jobs=0 if quick else jobs, **sizes)
+    return _report(ctx, "decode", rows, bench_, common, sizes)
+
+
+def _decode_rows(
+    bench_: Bench, *, quick: bool, jobs: int, part: str, sweeps: bool, only: str
+) -> Iterator[Row]:
+    from quantlab.bench.decode import CEILING_ELEMENTS, bench_decode, cases, tiny_cases
+    from quantlab.bench.decode_model import bench_model, models
+    from quantlab.bench.decode_rivals import rival_rows
+
+    if part != "models":
+        wanted = tiny_cases() if quick else cases(sweeps=sweeps)
+        wanted = [case for case in wanted if only in case.name]
+        ceiling = 1 << 16 if quick else CEILING_ELEMENTS
+        yield from bench_decode(bench_, wanted, jobs=jobs, ceiling_elements=ceiling)
+        shapes = {case.shape.name: case.shape for case in wanted}
+        yield from rival_rows(bench_, list(shapes.values()), 2 if quick else 256)
+    if part != "kernels":
+        for name, m, sizes in models(bench_, quick=quick):
+            yield from bench_model(bench_, m, name, **sizes)
 
 
 @bench.command()

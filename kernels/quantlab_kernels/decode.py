@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from quantlab.errors import UsageError
 from quantlab.formats import Encoded, Format, decode
 from quantlab.formats.cast import CastCounts
 from quantlab.formats.codes import unpack_nibbles
@@ -50,6 +51,10 @@ FORMATS = ("fp32", "fp16", "bf16", "fp8", "nvfp4")
 MAX_WINDOW = 64
 _RECORD_STORAGE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.int16}
 _RECORD_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class KernelLimit(UsageError, ValueError):
+    """A policy or a layer that the decode kernels do not have; the message says what they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +86,11 @@ class StateStore:
         """Return slots with nothing in them.
 
         Raises:
-            ValueError: a format or a key width that the kernels do not have.
+            KernelLimit: a format or a key width that the kernels do not have.
         """
         name = format_name(fmt)
         if dk not in (16, 32, 64, 128):
-            raise ValueError(f"the decode kernels take dk of 16, 32, 64 or 128, got {dk}")
+            raise KernelLimit(f"the decode kernels take dk of 16, 32, 64 or 128, got {dk}")
         types = {
             "fp32": torch.float32,
             "fp16": torch.float16,
@@ -201,11 +206,11 @@ def format_name(fmt: Format) -> str:
     """Find the decode kernels' name of a format.
 
     Raises:
-        ValueError: they do not have it.
+        KernelLimit: they do not have it.
     """
     name = store_kind(fmt).name
     if name not in FORMATS:
-        raise ValueError(
+        raise KernelLimit(
             f"the decode kernels do not have {fmt.short}; they have {', '.join(FORMATS)} (and -sr)"
         )
     return name
@@ -265,10 +270,16 @@ class LayerCache:
             seed: 64-bit seed.
 
         Raises:
-            ValueError: a window, a format or a width that the kernels do not have.
+            KernelLimit: a window, a format, a width or a restriction that the kernels do not have.
         """
+        policy, restricted = policy.at(layer, inputs.heads)
+        if restricted is not None:
+            raise KernelLimit(
+                f"{policy.short} for some heads of recurrent layer {layer}: the decode kernels "
+                "store all heads of a layer alike; name whole layers, or use the windowed engine"
+            )
         if policy.window > MAX_WINDOW:
-            raise ValueError(f"{policy.short}: kernels have windows of up to {MAX_WINDOW}")
+            raise KernelLimit(f"{policy.short}: kernels have windows of up to {MAX_WINDOW}")
         device, heads, dv, dk = inputs.v.device, inputs.heads, inputs.dv, inputs.dk
         key_heads, kept = inputs.k.shape[2], policy.window - 1
 

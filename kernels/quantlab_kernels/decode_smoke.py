@@ -39,11 +39,11 @@ from quantlab.analysis.traffic import (
 )
 from quantlab.formats import encode, parse_format
 from quantlab.formats.philox import sr_words
-from quantlab.recurrence import OpInputs
 from quantlab.replay import StepwiseCache, parse_policy
 from quantlab_kernels.decode import LayerCache, StateStore
 from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, step_launch
-from quantlab_kernels.decode_plan import COUNT, FLUSH, ROW, SLOT, Cursors, Plan, advance
+from quantlab_kernels.decode_plan import Cursors, Plan, advance
+from quantlab_kernels.decode_trial import Trial
 from quantlab_kernels.smoke import make_inputs, to_device
 
 SEED = 2**63 + 5
@@ -79,8 +79,6 @@ TIMED = (
 BATCHES = (256, 32, 1)
 SWEPT = (0, 1, 2)
 """Paper shapes whose launches are swept, one of each dv; others take what was best there."""
-SETTLE_BYTES = 400e6
-"""States that timed launches walk through before they meet one again: several times the L2."""
 
 
 def check_codes(name: str, device: str) -> dict[str, Any]:
@@ -212,59 +210,8 @@ def check_graph() -> dict[str, Any]:
     return {"ok": bool(same and a[:, [0, 2]].isfinite().all() and a[:, 1].isnan().all())}
 
 
-class Timing:
-    """One layer's cache at a paper shape and batch, filled with numbers, ready to be timed."""
-
-    def __init__(self, shape: LayerShape, text: str, batch: int) -> None:
-        self.shape, self.batch, self.policy = shape, batch, parse_policy(text)
-        one = float(shape.state_bytes(self.policy.read)) * batch
-        self.sets = max(1, min(128, int(SETTLE_BYTES // one)))
-        g = torch.Generator("cuda").manual_seed(6)
-
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=g, device="cuda")
-
-        heads, key_heads, dv, dk = shape.heads, shape.key_heads, shape.dv, shape.dk
-        keys = normal(2, batch, 1, key_heads, dk) * dk**-0.5
-        half = torch.bfloat16
-        self.inputs = OpInputs(
-            q=keys[0] if shape.delta else keys[0].to(half),
-            k=keys[1] if shape.delta else keys[1].to(half),
-            v=normal(batch, 1, heads, dv).to(half),
-            log_decay=-torch.exp(2 * normal(batch, 1, heads) - 5),
-            beta=torch.sigmoid(normal(batch, 1, heads)) if shape.delta else None,
-            dt=None if shape.delta else torch.exp(normal(batch, 1, heads) - 2),
-            activation_dtype=half,
-        )
-        slots = self.sets * batch
-        self.cache = LayerCache.empty(self.policy, self.inputs, slots=slots, layer=0, seed=SEED)
-        self.cursors = Cursors.empty(slots, "cuda")
-        for first in range(0, slots, 64):
-            part = torch.arange(first, min(first + 64, slots), device="cuda")
-            self.cache.start(normal(part.numel(), heads, dv, dk), part, self.cursors)
-        for x in (self.cache.keys, self.cache.values, self.cache.written):
-            if x.numel():
-                if x.dtype == torch.int16:
-                    x.view(half).normal_(generator=g).mul_(dk**-0.5)
-                else:
-                    x.normal_(generator=g)
-        for x in (self.cache.logs, self.cache.strengths):
-            if x.numel():
-                x.uniform_(-0.01, -0.001, generator=g)
-        if self.cache.strengths.numel():
-            self.cache.strengths.abs_()
-        self.out = torch.empty(batch, heads, dv, device="cuda")
-
-    def plan(self, index: int, count: int) -> Plan:
-        """Plan all rows of a set behind `count` records."""
-        plan, row = Plan.empty(self.batch, "cuda"), torch.arange(self.batch, device="cuda")
-        plan.lines[ROW.value] = row
-        plan.lines[SLOT.value] = row + (index % self.sets) * self.batch
-        plan.lines[COUNT.value] = count
-        plan.lines[FLUSH.value] = 1
-        fills = count == self.policy.window - 1
-        plan.counts[int(fills)] = self.batch
-        return plan
+class Timing(Trial):
+    """A layer at a paper shape and batch, and the times of its launches."""
 
     def microseconds(self, counts: list[int], launch: Callable[[Plan], None]) -> float:
         """Time launches in one graph, a set of slots each; median over replays, per launch."""
@@ -286,25 +233,6 @@ class Timing:
             stop.synchronize()
             times.append(start.elapsed_time(stop) * 1e3 / len(plans))
         return statistics.median(times[2:])
-
-    def steps(self) -> float:
-        """Time steps without a flush, over all their positions."""
-        counts = list(range(self.policy.window - 1))
-        return self.microseconds(counts, lambda p: self.cache.step_rows(self.inputs, p, self.out))
-
-    def flush(self) -> float:
-        """Time steps that all flush."""
-        return self.microseconds(
-            [self.policy.window - 1],
-            lambda p: self.cache.flush_rows(self.inputs, p, self.cursors, self.out),
-        )
-
-    def window(self) -> float:
-        """Time whole windows, both kernels launched at each step: per step."""
-        return self.microseconds(
-            list(range(self.policy.window)),
-            lambda p: self.cache.step(self.inputs, p, self.cursors, self.out),
-        )
 
 
 def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
@@ -396,12 +324,9 @@ def compiled_case(case: tuple[int, str, StepLaunch | None]) -> None:
     """Compile one launch in a worker: a batch of one row runs it, Triton's cache keeps it."""
     index, text, cut = case
     try:
-        timing = Timing(PAPER_SHAPES[index], text, 1)
+        timing = Timing(PAPER_SHAPES[index], parse_policy(text), 1, settle=0)
         timing.cache.step_cut = cut
-        if timing.policy.window == 1:
-            timing.cache.step(timing.inputs, timing.plan(0, 0), timing.cursors, timing.out)
-        else:
-            timing.cache.step_rows(timing.inputs, timing.plan(0, 0), timing.out)
+        timing.compile()
         torch.cuda.synchronize()
     except Exception:
         traceback.print_exc(limit=2, file=sys.stderr)  # timed again, and reported, in its place
@@ -416,13 +341,11 @@ def timed(
     sweep: bool,
 ) -> dict[str, Any]:
     """Time one policy at one shape and batch; a sweep first, if asked for."""
-    timing = Timing(shape, text, batch)
+    timing = Timing(shape, parse_policy(text), batch)
     policy, cache = timing.policy, timing.cache
     record = record_bytes(shape, rederive=cache.rederives)
     if policy.window == 1:
-        us = timing.microseconds(
-            [0], lambda p: cache.step(timing.inputs, p, timing.cursors, timing.out)
-        )
+        us = timing.microseconds(*timing.window())
         moved = batch * float(conventional_bytes(shape, policy.recur).total)
         return {"ok": True, "us": us, "of_copy": moved / us / 1e6 / rates["copy"]}
     row: dict[str, Any] = {"ok": True}
@@ -432,7 +355,7 @@ def timed(
         for cut in launches(shape, cache.read.name, batch):
             try:
                 cache.step_cut = cut
-                tried[cut] = timing.steps()
+                tried[cut] = timing.microseconds(*timing.steps())
             except Exception as error:
                 sys.stderr.write(f"{cut}: {type(error).__name__}: {str(error)[:200]}\n")
         best = min(tried, key=lambda c: tried[c])
@@ -440,7 +363,8 @@ def timed(
         row["tried"] = [[round(us, 2), asdict(cut)] for cut, us in tried.items()]
     if batch >= 256 and key in cuts:
         cache.step_cut = cuts[key]
-    steps, flush, window = timing.steps(), timing.flush(), timing.window()
+    kinds = (timing.steps(), timing.flush(), timing.window())
+    steps, flush, window = (timing.microseconds(*kind) for kind in kinds)
     read = policy.read if policy.kind == "separate" else None
     last = policy.window - 1
     middle = sum(float(step_bytes(shape, policy.read, record, count=h).total) for h in range(last))

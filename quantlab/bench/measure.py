@@ -138,6 +138,41 @@ class Bench:
         timing = self.time(lambda: target.copy_(source))
         return 8 * elements / timing.median
 
+    def read_rate(self, elements: int) -> float:
+        """Measure a sum of FP32 numbers: bytes per second, read."""
+        source = torch.randn(elements, device=self.device)
+        return 4 * elements / self.time(lambda: source.sum()).median
+
+    def in_turn(self, calls: Sequence[Callable[[], Any]], repeats: int | None = None) -> Timing:
+        """Time calls that follow each other without a gap, in one graph on CUDA: seconds a call.
+
+        What keeps the cache cold is that they work on different memory; the first call is made
+        once before, so that it is compiled.
+
+        Args:
+            calls: of one length, each once a repeat.
+            repeats: of all of them; the bench's own if None.
+        """
+        repeats = self.repeats if repeats is None else repeats
+        calls[0]()
+        if not self.on_cuda:
+            whole = self.time(lambda: [call() for call in calls], repeats)
+            return Timing(seconds=tuple(s / len(calls) for s in whole.seconds))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        seconds = []
+        for _ in range(self.warmup + repeats):
+            start, stop = new_event(), new_event()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            seconds.append(float(start.elapsed_time(stop)) / 1e3 / len(calls))
+        return Timing(seconds=tuple(seconds[self.warmup :]))
+
     def _once(self, call: Callable[[], Any]) -> float:
         if not self.on_cuda:
             started = time.perf_counter()

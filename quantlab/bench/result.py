@@ -16,7 +16,7 @@ from quantlab.errors import RunError
 from quantlab.study.provenance import provenance
 
 SCHEMA = 1
-BENCHES = ("casts", "scan", "engine")
+BENCHES = ("casts", "scan", "engine", "decode")
 STATUSES = ("ok", "refused", "absent")
 
 
@@ -25,7 +25,7 @@ class Result:
     """A benchmark's rows and under what they were measured.
 
     Attributes:
-        bench: "casts", "scan" or "engine".
+        bench: one of BENCHES.
         measurement: False for a self-test of the harness, which `verify` does not look at.
         command: the command line.
         time: UTC, ISO 8601.

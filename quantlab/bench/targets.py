@@ -18,7 +18,7 @@ class Target:
     """A bound on one figure.
 
     Attributes:
-        bench: "casts", "scan" or "engine".
+        bench: one of `quantlab.bench.result.BENCHES`.
         row: name of the row.
         value: name of the figure in it.
         at_least: lower bound, or None.

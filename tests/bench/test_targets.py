@@ -115,6 +115,9 @@ def test_bounds(target: Target, figure: float, met: bool) -> None:
 
 def test_the_committed_targets_name_rows_that_exist() -> None:
     from quantlab.bench.casts import FORMATS
+    from quantlab.bench.decode import cases
+    from quantlab.bench.decode_model import BATCHES
+    from quantlab.bench.decode_model import POLICIES as DECODED
     from quantlab.bench.engine import QWEN
     from quantlab.bench.scan import POLICIES, SHAPES
 
@@ -123,10 +126,19 @@ def test_the_committed_targets_name_rows_that_exist() -> None:
     names |= {f"decode {f}" for f in FORMATS}
     names |= {f"{shape.name} {policy}" for shape in SHAPES for policy in POLICIES}
     names |= {f"{QWEN.name} engine against the rest"}
+    names |= {case.name for case in cases()}
+    names |= {
+        f"{name} model B={batch} {policy.short}"
+        for name in ("tiny-gdn", QWEN.name)
+        for batch in BATCHES
+        for policy in DECODED
+    }
     assert {t.row for t in targets} <= names
     # issue 3: all formats to nearest, stochastically and back; windowed policies; the engine
     assert len([t for t in targets if t.bench == "casts"]) == 3 * len(FORMATS)
     assert len([t for t in targets if t.bench == "scan"]) == 2 * len(SHAPES)
+    # issue 5: four shapes; FP32 by three figures and at B = 32, three reads by two; two models
+    assert len([t for t in targets if t.bench == "decode"]) == 4 * (4 + 3 * 2) + 2
 
 
 def test_wrong_targets_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantlab.errors import UsageError
 from quantlab.formats import encode, parse_format
 from quantlab.formats.philox import sr_words
 from quantlab.recurrence import OpInputs, exact_scan
@@ -284,6 +285,25 @@ def test_nonfinite_blocks_decode_to_nan() -> None:
             assert torch.equal(scales.isnan(), expected.scales.isnan())
 
 
+@pytest.mark.parametrize("policy", ["shared:fp16 L=3", "nvfp4 / fp16 L=3", "conventional:fp8"])
+def test_the_first_store_that_is_not_finite_is_marked(policy: str) -> None:
+    """FP16 overflows at 65520; a scaled block is lost to one NaN. The other slots stay unmarked."""
+    bench = Bench("gdn", policy, lag=1)
+    for t in range(8):
+        if t == 4:
+            bench.inputs.v[0] = float("nan") if "fp8" in policy else 1e6
+        list(bench.step(t))
+    # the first sequence, slot 4, took tokens 0 to 7: store 2 comes with token 5 (L = 3)
+    assert bench.cursors.diverged[4] == (5 if bench.policy.window == 1 else 2)
+    assert (bench.cursors.diverged[[0, 1, 2, 3, 5]] == -1).all()
+    bench.cache.start(
+        torch.full((1, 2, 16, 32), float("inf"), device=DEVICE),
+        torch.tensor([2], device=DEVICE),
+        bench.cursors,
+    )
+    assert bench.cursors.diverged[2] == 0
+
+
 def test_other_slots_and_inputs_are_left_as_they_were() -> None:
     bench = Bench("gdn", "nvfp4 / fp16-sr L=3", lag=1)
     others = torch.tensor([0, 2, 3, 5], device=DEVICE)
@@ -391,6 +411,8 @@ def test_what_the_kernels_lack_is_refused() -> None:
     with pytest.raises(ValueError, match="dk of 16, 32, 64 or 128"):
         odd = sample_inputs("gdn", dtype=torch.float32, heads=1, key_heads=1, dv=8, dk=48)
         LayerCache.empty(parse_policy("shared:fp8"), odd, **keys)
+    with pytest.raises(UsageError, match="store all heads of a layer alike"):
+        LayerCache.empty(parse_policy("shared:fp8 only=0.0"), inputs, **keys)
     with pytest.raises(ValueError, match="4096 rows"):
         Plan.empty(5000, DEVICE)
     cache = LayerCache.empty(parse_policy("shared:fp8"), inputs, **keys)

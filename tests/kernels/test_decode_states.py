@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantlab.engine.decoder import Decoder, prefill
 from quantlab.replay import parse_policy
 from tests.kernels.device import DEVICE, MARKS, ON_GPU
 from tests.models.tiny import tiny
 
+from quantlab_kernels import decode_states  # isort: skip
+from quantlab_kernels.decode import LayerCache  # isort: skip
 from quantlab_kernels.decode_attention import DecodeAttention  # isort: skip
 
 pytestmark = MARKS
@@ -93,6 +96,49 @@ def test_attention_to_each_rows_own_length(
         score = 0.3 * q[row].view(key_heads, group, d) @ keys.mT
         want = (score.softmax(-1) @ values).view(heads, dv)
         assert (ours[row] - want).abs().max() < 2e-6 * values.abs().max()
+
+
+class Asked(TorchDispatchMode):
+    """Operations that wait for a number of the device, or bring one there."""
+
+    names = (
+        "item",
+        "_local_scalar",
+        "is_nonzero",
+        "nonzero",
+        "equal",
+        "masked_select",
+        "lift_fresh",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.__name__.startswith(self.names):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", list(SMALL))
+def test_a_step_asks_nothing_of_the_host(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it could not be captured; kernels, whose interpreter does ask, are left out."""
+    monkeypatch.setattr(LayerCache, "step", lambda *_: None)
+    monkeypatch.setattr(LayerCache, "start", lambda *_: None)
+    monkeypatch.setattr(decode_states, "advance", lambda *_, **__: None)
+    m = tiny(family, **SMALL[family])
+    decoder = Decoder(
+        m, POLICIES, rows=2, capacity=8, seed=0, implementation="triton", graphs=False
+    )
+    decoder.cache._attend = lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[3])
+    decoder.start([0, 1], prefill(m, tokens(1, 3)), of=[0, 0], policies=[0, 1], streams=[0, 1])
+    with torch.inference_mode(), Asked() as asked:
+        decoder._forward()
+    assert asked.found == []
+    with torch.inference_mode(), Asked() as asked:
+        int(decoder.diverged_at[0])
+    assert asked.found  # the ear hears
 
 
 def test_places_run_out() -> None:
