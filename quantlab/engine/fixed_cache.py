@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantlab import dispatch
 from quantlab.engine.attention import attention, lower_right
-from quantlab.engine.teacher_forcing import _conv_states
+from quantlab.engine.teacher_forcing import conv_states
 from quantlab.recurrence import OpInputs
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class FixedCache:
             if isinstance(keys, Tensor) and isinstance(values, Tensor):
                 self.buffers[index] = (self._buffer(keys), self._buffer(values))
                 layer.update = self._updater(index)
-            for _, conv in _conv_states(layer):
+            for _, conv in conv_states(layer):
                 conv.zero_()
             states = getattr(layer, "recurrent_states", None)
             if states is not None and isinstance(states[0], Tensor):
@@ -137,7 +137,7 @@ class FixedCache:
                 keys[into, :, length:] = 0
                 values[into, :, length:] = 0
         for own, given in zip(self.cache.layers, cache.layers, strict=True):
-            for (_, conv), (_, other) in zip(_conv_states(own), _conv_states(given), strict=True):
+            for (_, conv), (_, other) in zip(conv_states(own), conv_states(given), strict=True):
                 conv[into] = other[which]
         self._set(rows, length, 1)
 
@@ -146,7 +146,7 @@ class FixedCache:
         into = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
         self._set(rows, 0, 0)
         for layer in self.cache.layers:
-            for _, conv in _conv_states(layer):
+            for _, conv in conv_states(layer):
                 conv[into] = 0
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class FixedCache:
             named[f"{index}.keys"] = keys[:, :, :used].clone()
             named[f"{index}.values"] = values[:, :, :used].clone()
         for index, layer in enumerate(self.cache.layers):
-            for slot, conv in _conv_states(layer):
+            for slot, conv in conv_states(layer):
                 named[f"{index}.conv.{slot}"] = conv.clone()
         return named
 
@@ -174,7 +174,7 @@ class FixedCache:
                 saved = named[f"{index}.{name}"]
                 buffer[:, :, : saved.shape[2]] = saved.to(buffer.device)
         for index, layer in enumerate(self.cache.layers):
-            for slot, conv in _conv_states(layer):
+            for slot, conv in conv_states(layer):
                 conv.copy_(named[f"{index}.conv.{slot}"])
 
     def _set(self, rows: Sequence[int], length: int, live: int) -> None:

@@ -160,7 +160,7 @@ class TeacherForcing:
             for name in ("keys", "values"):
                 if isinstance(getattr(layer_cache, name, None), Tensor):
                     tensors[f"cache.{index}.{name}"] = getattr(layer_cache, name)
-            for slot, conv in _conv_states(layer_cache):
+            for slot, conv in conv_states(layer_cache):
                 tensors[f"cache.{index}.conv.{slot}"] = conv
         return tensors
 
@@ -184,7 +184,7 @@ class TeacherForcing:
                     if f"cache.{index}.{name}" in tensors:
                         saved = tensors[f"cache.{index}.{name}"].to(self.device)
                         setattr(layer_cache, name, saved)
-                for slot, conv in _conv_states(layer_cache):
+                for slot, conv in conv_states(layer_cache):
                     conv.copy_(tensors[f"cache.{index}.conv.{slot}"])
         self.done = int(tensors["done"])
 
@@ -251,7 +251,7 @@ def scan_class(engine: Engine, device: torch.device) -> type[Any]:
     return scan
 
 
-def _conv_states(layer_cache: Any) -> list[tuple[int, Tensor]]:
+def conv_states(layer_cache: Any) -> list[tuple[int, Tensor]]:
     """(slot, tensor) of the convolution states a cache layer holds; a dict or a list by version."""
     states = getattr(layer_cache, "conv_states", None)
     if states is None:

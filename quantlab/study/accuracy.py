@@ -32,8 +32,8 @@ from quantlab.study.accuracy_rows import SCHEMA_VERSION, finish_rows, part_table
 from quantlab.study.accuracy_spec import SPEC_VERSION, Asked, EvalSpec, ask, describe
 from quantlab.study.progress import Progress, Silent
 from quantlab.study.provenance import provenance
-from quantlab.study.run import Interrupted, _same, _same_model, _Session
-from quantlab.study.store import RunDirectory, read_table
+from quantlab.study.session import Interrupted, Session, require_same, require_same_model
+from quantlab.study.store import RunDirectory, read_table, save_tensors
 
 CHECKPOINT_SECONDS = 120.0
 OUTPUTS_FILE = "outputs.parquet"
@@ -131,11 +131,11 @@ def run_eval(
         directory.sweep()
         recorded = directory.read_json(directory.spec_file)
         if recorded:
-            _same(directory, "spec", recorded.get("spec", {}), spec.to_json())
+            require_same(directory, "spec", recorded.get("spec", {}), spec.to_json())
             if directory.finished:
                 progress.note(f"{directory.path} is finished already: nothing to compute")
                 return load_eval(directory.path)
-        session = _Session(directory, progress, command)
+        session = Session(directory, progress, command)
         try:
             _run(directory, spec, recorded, session, progress, checkpoint_seconds, model)
         except KeyboardInterrupt:
@@ -158,7 +158,7 @@ def _run(
     directory: RunDirectory,
     spec: EvalSpec,
     recorded: dict[str, Any],
-    session: _Session,
+    session: Session,
     progress: Progress,
     checkpoint_seconds: float,
     model: Any,
@@ -182,8 +182,8 @@ def _run(
         "made_with": provenance(spec.device),
     }
     if recorded:
-        _same(directory, "data", recorded.get("data", {}), record["data"])
-        _same_model(directory, recorded.get("model", {}), record["model"])
+        require_same(directory, "data", recorded.get("data", {}), record["data"])
+        require_same_model(directory, recorded.get("model", {}), record["model"])
     else:
         from quantlab.models.check import check_model
 
@@ -346,15 +346,13 @@ def _generate(
         progress.advance(int(done + run.under_way))
         if time.monotonic() < due:
             return
-        from quantlab.study.batch import _save
-
         save()
         if run.worth_saving:
             tensors = run.state_dict() | {
                 "study.parts": torch.tensor(count),
                 "study.base": torch.tensor(base),
             }
-            problem = _save(directory.state_file(0), tensors)
+            problem = save_tensors(directory.state_file(0), tensors)
             if problem:
                 progress.note(f"the state could not be saved ({problem})")
         due = time.monotonic() + checkpoint_seconds

@@ -24,7 +24,8 @@ from quantlab.replay.part import Part, Unit
 from quantlab.replay.policy import parse_policy
 from quantlab.study.build import build_spec
 from quantlab.study.result import Result, load_result
-from quantlab.study.run import Interrupted, run_kl
+from quantlab.study.run import run_kl
+from quantlab.study.session import Interrupted
 from quantlab.study.spec import KlSpec
 from quantlab.study.store import RunDirectory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from quantlab.metrics.divergence import compare
 from quantlab.metrics.repetitions import kl_of_means
 from quantlab.study.rows import chunk_rows
-from quantlab.study.store import RunDirectory, read_table, sync_directory
+from quantlab.study.store import RunDirectory, read_table, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +64,7 @@ def run_batch(
         advance(done)
         begun = time.monotonic()
         if done < last and begun >= due:
-            problem = _save(directory.state_file(index), forcing.state_dict())
+            problem = save_tensors(directory.state_file(index), forcing.state_dict())
             if problem:
                 note(f"the state could not be saved ({problem}): a kill would restart this batch")
             now = time.monotonic()
@@ -116,22 +115,3 @@ def _restore(
 def _span(path: Path) -> tuple[int, int]:
     first, last = path.stem.split("-")[-2:]
     return int(first), int(last)
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a state atomically; return what went wrong, empty if nothing."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        # clones: the file format refuses tensors that share memory
-        save_file({name: t.detach().cpu().clone() for name, t in tensors.items()}, temporary)
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        return str(error)
-    return ""

@@ -37,7 +37,8 @@ from quantlab.study.backend import Backend
 from quantlab.study.progress import Progress, Silent
 from quantlab.study.provenance import provenance
 from quantlab.study.rows import chunk_rows
-from quantlab.study.run import Interrupted, open_streams
+from quantlab.study.run import open_streams
+from quantlab.study.session import Interrupted
 from quantlab.study.spec import KlSpec, differences
 from quantlab.study.store import RunDirectory, read_table
 

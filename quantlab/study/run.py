@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +18,7 @@ from quantlab.study.progress import Progress, Silent
 from quantlab.study.provenance import provenance
 from quantlab.study.result import Result, load_result
 from quantlab.study.rows import SCHEMA_VERSION, merge
+from quantlab.study.session import Interrupted, Session, require_same, require_same_model
 from quantlab.study.spec import SPEC_VERSION, KlSpec, differences
 from quantlab.study.store import RunDirectory
 
@@ -29,12 +27,6 @@ if TYPE_CHECKING:
 
 # Seconds between two saves of the engine's state within a batch: what a kill can cost.
 CHECKPOINT_SECONDS = 120.0
-
-
-class Interrupted(QuantlabError):
-    """The user stopped a run that can go on."""
-
-    exit_code = 130
 
 
 def run_kl(
@@ -76,12 +68,12 @@ def run_kl(
         directory.sweep()
         recorded = directory.read_json(directory.spec_file)
         if recorded:
-            _same(directory, "spec", recorded.get("spec", {}), spec.to_json())
+            require_same(directory, "spec", recorded.get("spec", {}), spec.to_json())
             if directory.finished:
                 progress.note(f"{directory.path} is finished already: nothing to compute")
                 directory.drop_parts()
                 return load_result(directory.path)
-        session = _Session(directory, progress, command)
+        session = Session(directory, progress, command)
         try:
             failed = _run(directory, spec, recorded, session, backend, checkpoint_seconds)
         except KeyboardInterrupt:
@@ -102,62 +94,25 @@ def run_kl(
     return result
 
 
-class _Session:
-    """One stretch of computing, as recorded in run.json."""
-
-    def __init__(
-        self, directory: RunDirectory, progress: Progress, command: Sequence[str] | None
-    ) -> None:
-        self.directory, self.progress = directory, progress
-        self.clock = time.monotonic()
-        self.earlier: list[Any] = list(directory.read_json(directory.run_file).get("sessions", []))
-        self.record: dict[str, Any] = {
-            "started": _now(),
-            "command": list(command or ()),
-        }
-
-    def begin(self, device: str) -> None:
-        """Record under what it runs, once that is known."""
-        self.record["made_with"] = provenance(device)
-        self._write("running", [])
-
-    def end(self, state: str, failed: Sequence[dict[str, Any]] = ()) -> None:
-        """Record how it ended; a disk that is full must not hide the error that said so."""
-        seconds = round(time.monotonic() - self.clock, 1)
-        self.record |= {"ended": _now(), "seconds": seconds, "state": state}
-        if "made_with" in self.record:  # else nothing has been started
-            with suppress(RunError):
-                self._write(state, failed)
-
-    def _write(self, state: str, failed: Sequence[dict[str, Any]]) -> None:
-        sessions = [*self.earlier, self.record]
-        value = {"state": state, "failed": list(failed), "sessions": sessions}
-        self.directory.write_json(self.directory.run_file, value)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _run(
     directory: RunDirectory,
     spec: KlSpec,
     recorded: dict[str, Any],
-    session: _Session,
+    session: Session,
     backend: Backend,
     checkpoint_seconds: float,
 ) -> list[dict[str, Any]]:
     m, streams = open_streams(spec, backend)
     record = _record(spec, recorded, m, streams, backend, session.progress)
     if recorded:
-        _same(
+        require_same(
             directory,
             "schema of rows",
             {"version": recorded.get("rows_schema")},
             {"version": SCHEMA_VERSION},
         )
-        _same(directory, "data", recorded.get("data", {}), record["data"])
-        _same_model(directory, recorded.get("model", {}), record["model"])
+        require_same(directory, "data", recorded.get("data", {}), record["data"])
+        require_same_model(directory, recorded.get("model", {}), record["model"])
     record["self_test"] = backend.self_test(m)
     if not recorded:
         directory.write_json(directory.spec_file, record)
@@ -300,23 +255,3 @@ def _record(
         "window": WINDOW,
         "made_with": made_with,
     }
-
-
-def _same(directory: RunDirectory, what: str, recorded: Any, now: Any) -> None:
-    found = differences(recorded, now)
-    if found:
-        raise UsageError(
-            f"{directory.path} holds a run with another {what}, so it cannot be resumed as this "
-            f"one: {found}"
-        )
-
-
-def _same_model(directory: RunDirectory, recorded: dict[str, Any], now: dict[str, Any]) -> None:
-    # Where the files lie may change; what they are may not.
-    ignored = ("path", "name")
-    _same(
-        directory,
-        "model",
-        {k: v for k, v in recorded.items() if k not in ignored},
-        {k: v for k, v in now.items() if k not in ignored},
-    )

@@ -19,12 +19,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quantlab.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -203,6 +206,25 @@ def read_table(path: Path) -> pa.Table:
         return pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write an engine's state atomically; return what went wrong, empty if nothing."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        # clones: the file format refuses tensors that share memory
+        save_file({name: t.detach().cpu().clone() for name, t in tensors.items()}, temporary)
+        with temporary.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        return str(error)
+    return ""
 
 
 def sync_directory(path: Path) -> None:
