@@ -41,7 +41,7 @@ def ablate() -> None:
     """Change one thing and measure what it does to KL: rounding, window or corrections.
 
     An ablation is a KL study like any other: it can be resumed, and `quantlab report` draws its
-    KL curves.
+    figures and page again.
     """
 
 
@@ -179,7 +179,10 @@ def folding(read: str, windows: int, out: Path | None, as_json: bool, markdown: 
 def make_digest(
     directories: tuple[Path, ...], out: Path, introduction: Path | None, folding: Path | None
 ) -> None:
-    """Write a page on several runs of ablate and propagate: which claims of the papers hold."""
+    """Write a page on several runs: which claims of the papers hold.
+
+    Takes runs of kl, ablate, attribute and propagate; writes README.md, index.html, CSV and SVG.
+    """
     from quantlab.report.digest import write_digest
 
     text = "# Ablations" if introduction is None else introduction.read_text("utf-8")
@@ -212,9 +215,9 @@ def _run(
         )
     files: list[Path] = []
     if run["figures"]:
-        from quantlab.report.ablation import write_ablation
+        from quantlab.report.shown import load_shown, write_run_page
 
-        files = write_ablation(ablation)
+        files = write_run_page(load_shown(ablation.result.path))
     show(ablation, files, run)
     for cell in ablation.result.failed:
         click.echo(f"failed: streams {cell['streams']}: {cell['error']}", err=True)

@@ -74,9 +74,9 @@ def attribute(model: str, **options: Any) -> int:
         )
     files: list[Path] = []
     if run["figures"]:
-        from quantlab.report.attribution import write_attribution
+        from quantlab.report.shown import load_shown, write_run_page
 
-        files = write_attribution(attribution)
+        files = write_run_page(load_shown(attribution.result.path))
     _show(attribution, files, run)
     for cell in attribution.result.failed:
         click.echo(f"failed: streams {cell['streams']}: {cell['error']}", err=True)

@@ -70,9 +70,9 @@ def propagate(
         )
     files: list[Path] = []
     if run["figures"]:
-        from quantlab.report.propagation import write_propagation
+        from quantlab.report.shown import load_shown, write_run_page
 
-        files = write_propagation(result)
+        files = write_run_page(load_shown(result.path))
     _show(result, files, run)
     return 0
 

@@ -1,4 +1,4 @@
-"""A page in Markdown on several ablations and watched runs: claims first, then every table.
+"""A report on several runs: claims of papers first, then every run.
 
 Nothing in it is written by hand but the introduction: figures come from the runs' rows, through
 their tables, commands from what the runs recorded.
@@ -6,160 +6,98 @@ their tables, commands from what the runs recorded.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pyarrow as pa
 import pyarrow.csv
 
 from quantlab.errors import UsageError
-from quantlab.report.ablation import TITLES, write_ablation
-from quantlab.report.ablation_table import ablation_tables, folding_table
-from quantlab.report.claims import Evidence, claims_table
-from quantlab.report.propagation import propagation_tables, write_propagation
-from quantlab.report.table import Table, markdown
+from quantlab.report.ablation_table import folding_table
+from quantlab.report.claims import CLAIMS, TITLES, Evidence, claims_table
+from quantlab.report.document import Document, Section, to_html, to_markdown
+from quantlab.report.shown import Shown, csv_bytes, load_shown
 
-if TYPE_CHECKING:
-    from quantlab.study.spec import KlSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A run, whatever it is.
-
-    Attributes:
-        kind: "rounding", "window", "correction" or "propagation".
-        path: its directory.
-        spec: what was asked for.
-        record: spec.json.
-        summary: its comparison table.
-        tables: that, laid out.
-        figures: SVG files.
-    """
-
-    kind: str
-    path: Path
-    spec: KlSpec
-    record: dict[str, Any]
-    summary: pa.Table
-    tables: Sequence[Table]
-    figures: Sequence[Path]
+# Kinds that claims are judged on, each a field of `Evidence`.
+_JUDGED = ("kl", "rounding", "window", "correction", "propagation")
 
 
 def write_digest(
     paths: Sequence[Path], out: Path, *, introduction: str, folding: Path | None = None
 ) -> Path:
-    """Write README.md, tables as CSV and figures as SVG of some runs.
+    """Write README.md, index.html, tables as CSV and figures as SVG of some runs.
 
     Args:
-        paths: run directories of `quantlab ablate` and `quantlab propagate`; of several runs of a
-            kind on a model, claims take a policy's figures from the first that has it.
+        paths: run directories of `quantlab kl`, `ablate`, `attribute` and `propagate`; of several
+            runs of a kind on a model, claims take a policy's figures from the first that has it.
         out: directory; what is written there before is replaced file by file.
         introduction: Markdown, from the title on.
         folding: CSV of `quantlab ablate folding`.
 
     Returns:
-        The page.
+        README.md.
 
     Raises:
         UsageError: a directory holds no such run, or two hold the same one.
     """
-    runs: dict[str, Shown] = {}
-    for path in paths:
-        run = _load(path)
-        name = f"{run.kind}-{Path(run.spec.model).name}"
-        same = [r for r in runs.values() if (r.kind, r.spec) == (run.kind, run.spec)]
-        if same:
-            raise UsageError(f"{path} is the same {run.kind} run as {same[0].path}")
-        count = sum(key == name or key.startswith(f"{name}-") for key in runs)
-        runs[f"{name}-{count + 1}" if count else name] = run
+    runs = _named([load_shown(path) for path in paths])
     out.mkdir(parents=True, exist_ok=True)
-    claims = claims_table(_evidence(list(runs.values())))
-    parts = [introduction.rstrip(), "## Claims", markdown(claims, numeric=False)]
+    table = None if folding is None else pyarrow.csv.read_csv(folding)
+    points: list[dict[str, Any]] = [] if table is None else table.to_pylist()
+    evidence = _evidence(list(runs.values()))
+    sections = [
+        Section(title=TITLES[paper], tables=[claims_table(paper, evidence, points)], numeric=False)
+        for paper in CLAIMS
+    ]
     for name, run in runs.items():
-        title = TITLES.get(run.kind, "drift of stored states")
-        sessions = _sessions(run)
-        parts += [f"## {run.spec.model}: {title}", f"    {_command(sessions)}"]
-        parts.append(_facts(run, sessions))
-        parts += [markdown(table) for table in run.tables]
-        pyarrow.csv.write_csv(run.summary, out / f"{name}.csv")
-        for figure in run.figures:
-            target = out / f"{name}-{figure.name}"
-            target.write_bytes(figure.read_bytes())
-            parts.append(f"![{run.spec.model}, {title}: {figure.stem}]({target.name})")
-    if folding is not None:
-        table = pyarrow.csv.read_csv(folding)
-        pyarrow.csv.write_csv(table, out / "folding.csv")
-        parts += ["## Synthetic: where folded corrections hurt", "    quantlab ablate folding"]
-        parts.append(markdown(folding_table(table)))
+        section = run.section(f"{name}-")
+        sections.append(section)
+        for (file, _), data in zip(section.files, run.data.values(), strict=True):
+            (out / file).write_bytes(csv_bytes(data))
+        for figure in section.figures:
+            (out / figure.name).write_text(figure.svg, encoding="utf-8")
+    if table is not None:
+        (out / "folding.csv").write_bytes(csv_bytes(table))
+        sections.append(
+            Section(
+                title="Synthetic: where folded corrections hurt",
+                command="quantlab ablate folding",
+                tables=[folding_table(table)],
+                files=[("folding.csv", "every point")],
+            )
+        )
+    document = Document(introduction=introduction, sections=sections)
     page = out / "README.md"
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    page.write_text(to_markdown(document), encoding="utf-8")
+    (out / "index.html").write_text(to_html(document), encoding="utf-8")
     return page
 
 
-def _load(path: Path) -> Shown:
-    from quantlab.study.ablate import load_ablation
-    from quantlab.study.propagate import load_propagation
-
-    if (path / "ablation.json").exists():
-        ablation = load_ablation(path)
-        return Shown(
-            kind=ablation.kind,
-            path=path,
-            spec=ablation.result.spec,
-            record=ablation.result.record,
-            summary=ablation.table,
-            tables=ablation_tables(ablation.kind, ablation.table),
-            figures=[f for f in write_ablation(ablation) if f.suffix == ".svg"],
-        )
-    watched = load_propagation(path)
-    return Shown(
-        kind="propagation",
-        path=path,
-        spec=watched.spec,
-        record=watched.record,
-        summary=watched.summary,
-        tables=propagation_tables(watched.summary),
-        figures=[f for f in write_propagation(watched) if f.suffix == ".svg"],
-    )
+def _named(found: Sequence[Shown]) -> dict[str, Shown]:
+    """Name runs by kind and model, counted where there are several."""
+    runs: dict[str, Shown] = {}
+    for run in found:
+        same = [r for r in runs.values() if (r.kind, r.spec) == (run.kind, run.spec)]
+        if same:
+            raise UsageError(f"{run.path} is the same {run.kind} run as {same[0].path}")
+        name = f"{run.kind}-{Path(run.spec.model).name}"
+        count = sum(key == name or key.startswith(f"{name}-") for key in runs)
+        runs[f"{name}-{count + 1}" if count else name] = run
+    return runs
 
 
 def _evidence(runs: Sequence[Shown]) -> list[Evidence]:
     found = []
     for model in dict.fromkeys(run.spec.model for run in runs):
+        rows: dict[str, list[dict[str, Any]]] = {}
+        order: dict[str, float] = {}
         mine = [run for run in runs if run.spec.model == model]
-        is_delta = any(run.record["model"]["op"] != "mamba2" for run in mine)
-        rows: dict[str, list[Any]] = {}
         for run in mine:
-            rows.setdefault(run.kind, []).extend(run.summary.to_pylist())
-        found.append(Evidence(model=model, is_delta=is_delta, **rows))
+            dtype = run.record["model"]["dtype"]
+            if run.kind in _JUDGED:
+                added = [{**row, "dtype": dtype} for row in run.summary.to_pylist()]
+                rows.setdefault(run.kind, []).extend(added)
+            order = {**(run.order or {}), **order}
+        op = mine[0].record["model"]["op"]
+        found.append(Evidence(model=model, op=op, order=order or None, **rows))
     return found
-
-
-def _sessions(run: Shown) -> list[dict[str, Any]]:
-    from quantlab.study.store import RunDirectory
-
-    directory = RunDirectory(run.path)
-    return list(directory.read_json(directory.run_file).get("sessions", []))
-
-
-def _command(sessions: list[dict[str, Any]]) -> str:
-    command = sessions[0].get("command", []) if sessions else []
-    return shlex.join(command) if command else "from Python; see spec.json"
-
-
-def _facts(run: Shown, sessions: list[dict[str, Any]]) -> str:
-    made = run.record["made_with"]
-    git = made.get("git")
-    revision = "an installed package" if git is None else git["commit"][:7]
-    dirty = " with changes" if git and git["dirty"] else ""
-    seconds = sum(session.get("seconds", 0) for session in sessions)
-    count = len(run.record["data"]["streams"])
-    return (
-        f"{count} stream{'s' * (count != 1)} of {Path(run.spec.data).name}, prompt "
-        f"{run.spec.prompt}, {run.record['model']['dtype']}; {seconds:,.0f} s on "
-        f"{made['device']} at {revision}{dirty}."
-    )

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,12 +98,13 @@ def render_page(result: Result, figures: list[tuple[str, Any, str]]) -> str:
     import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = (
-        resources.files("quantlab.report").joinpath("templates/page.html.j2").read_text("utf-8")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("quantlab.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     titles = {"kl": "KL at N against N, log-log", "tail": "quantiles of KL at the last N"}
-    return environment.from_string(source).render(
+    return environment.get_template("page.html.j2").render(
         title=f"{result.spec.model}: which state format is safe to which length",
         lead=f"KL from FP32-state decoding, N to {short_length(result.spec.tokens)}; "
         f"{describe(result)}.",

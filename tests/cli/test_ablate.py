@@ -32,7 +32,7 @@ def test_each_ablation_is_one_command(kind, capsys, tmp_path):
     assert document["ablation"] == kind and document["table"] and document["state"] == "finished"
     folder = tmp_path / document["directory"]
     assert folder.name.startswith(f"ablate-{kind}-tiny-gdn-64-")
-    for name in ("rows.parquet", "ablation.csv", "spec.json", f"{kind}.png", f"{kind}.svg"):
+    for name in ("rows.parquet", "ablation.csv", "report.md", "index.html", f"{kind}.png"):
         assert (folder / name).exists()
     assert "policy" in out or "format" in out
     # again: finished already, the same table

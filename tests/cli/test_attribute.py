@@ -33,7 +33,7 @@ def test_one_command(capsys, tmp_path):
     assert len(document["additivity"]) == 3 and "layer 1, head 0" in out
     folder = tmp_path / document["directory"]
     assert folder.name.startswith("attribute-tiny-gdn-64-")
-    for name in ("rows.parquet", "attribution.csv", "additivity.csv", "map.svg", "additivity.png"):
+    for name in ("attribution.csv", "additivity.csv", "map.svg", "additivity.png", "index.html"):
         assert (folder / name).exists()
     assert main(["attribute", *SMALL, "--resume", "--markdown", "-q", "--no-figures"]) == 0
     assert capsys.readouterr().out.startswith("| unit ")
