@@ -8,13 +8,14 @@ study records is `implementation_name` of the class chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 
 from quantlab.errors import MissingAsset
+from quantlab.replay.policy import Policy
 from quantlab.replay.scan import WindowedScan
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -81,6 +82,19 @@ def decode_states(device: torch.device | str, implementation: Implementation = "
         from quantlab_kernels.decode_states import KernelStates
     states: type[Any] = KernelStates
     return states
+
+
+def check_decodable(policies: Iterable[Policy]) -> None:
+    """Refuse policies that the decode kernels do not have, before anything is loaded.
+
+    Raises:
+        UsageError: naming the policy or format and what there is.
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("decoding on a GPU", "the windowed engine runs without"):
+        from quantlab_kernels.decode import check_policy
+    for policy in policies:
+        check_policy(policy)
 
 
 def decode_trial() -> type[Any]:

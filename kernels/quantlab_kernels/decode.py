@@ -202,6 +202,18 @@ class StateStore:
         return decode(self.encoded(slots))
 
 
+def check_policy(policy: Policy) -> None:
+    """Refuse what no layer could have.
+
+    Raises:
+        KernelLimit: its window or a format of it.
+    """
+    if policy.window > MAX_WINDOW:
+        raise KernelLimit(f"{policy.short}: kernels have windows of up to {MAX_WINDOW}")
+    for fmt in (policy.read, policy.recur):
+        format_name(fmt)
+
+
 def format_name(fmt: Format) -> str:
     """Find the decode kernels' name of a format.
 
@@ -278,8 +290,7 @@ class LayerCache:
                 f"{policy.short} for some heads of recurrent layer {layer}: the decode kernels "
                 "store all heads of a layer alike; name whole layers, or use the windowed engine"
             )
-        if policy.window > MAX_WINDOW:
-            raise KernelLimit(f"{policy.short}: kernels have windows of up to {MAX_WINDOW}")
+        check_policy(policy)
         device, heads, dv, dk = inputs.v.device, inputs.heads, inputs.dv, inputs.dk
         key_heads, kept = inputs.k.shape[2], policy.window - 1
 

@@ -54,9 +54,17 @@ class Backend:
         return transformers.AutoTokenizer.from_pretrained(source.path, local_files_only=True)
 
     def load(self, spec: KlSpec) -> LoadedModel:
-        """Load the model onto its device."""
+        """Load the model onto its device.
+
+        Raises:
+            UsageError: a policy that the engine does not have there; nothing has been loaded.
+        """
         from quantlab.models import load_model
 
+        if spec.engine == "stepwise" and spec.device.startswith("cuda"):
+            from quantlab.dispatch import check_decodable
+
+            check_decodable(spec.policies)
         return load_model(spec.model, device=spec.device, dtype=spec.dtype)
 
     def self_test(self, m: LoadedModel) -> list[dict[str, Any]]:

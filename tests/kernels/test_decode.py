@@ -18,8 +18,10 @@ from quantlab.formats.philox import sr_words
 from quantlab.recurrence import OpInputs, exact_scan
 from quantlab.recurrence.step import textbook
 from quantlab.replay import StepwiseCache, parse_policy
+from quantlab.study.backend import Backend
 from tests.kernels.device import DEVICE, MARKS, ON_GPU
 from tests.recurrence.sampling import relative, sample_inputs
+from tests.study.fake import make_spec
 
 from quantlab_kernels.decode import LayerCache, StateStore  # isort: skip
 from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, programs  # isort: skip
@@ -419,6 +421,13 @@ def test_what_the_kernels_lack_is_refused() -> None:
     with pytest.raises(ValueError, match="this cache takes v"):
         out = torch.empty(2, 2, 16)
         cache.step(inputs.slice(0, 2), Plan.empty(2, DEVICE), Cursors.empty(2, DEVICE), out)
+
+
+def test_a_study_is_refused_before_its_model_is_loaded() -> None:
+    policies = (parse_policy("shared:fp8 L=65"),)
+    wanted = make_spec(device="cuda", engine="stepwise", model="no/such", policies=policies)
+    with pytest.raises(UsageError, match="windows of up to 64"):
+        Backend().load(wanted)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
