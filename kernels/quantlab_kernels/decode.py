@@ -31,6 +31,7 @@ from quantlab.replay.policy import Policy
 from quantlab.replay.records import RecordTypes
 from quantlab_kernels.decode_conventional import conventional_step_kernel
 from quantlab_kernels.decode_flush import replay_flush_kernel
+from quantlab_kernels.decode_flush_channels import replay_flush_channels_kernel
 from quantlab_kernels.decode_formats import put_states_kernel
 from quantlab_kernels.decode_launch import (
     StepLaunch,
@@ -472,12 +473,21 @@ class LayerCache:
             heads=recur.heads,
             dv=recur.dv,
             dk=recur.dk,
+            per_channel=self.per_channel,
         )
-        items = plan.capacity * recur.heads * -(-recur.dv // cut.block_v)
+        parts = -(-recur.dv // (cut.block_v * cut.tiles))
+        grid = programs(plan.capacity * recur.heads * parts, cut.per_sm, inputs.v.device)
         # nothing is rounded where both copies are exact: only then may products fuse into sums
         exact = recur.fmt.is_exact and read.fmt.is_exact
         tensors, strides = self._sources(inputs, out)
-        replay_flush_kernel[(programs(items, cut.per_sm, inputs.v.device),)](
+        block = max(16, triton.next_power_of_2(window))
+        if self.per_channel:
+            kernel, rest, width, shape = replay_flush_channels_kernel, [], row_width(recur), {}
+        else:
+            couples = torch.empty(grid * block * block, dtype=torch.float32, device=out.device)
+            kernel, rest, width = replay_flush_kernel, [couples], lanes_width(recur)
+            shape = {"BLOCK_L": block, "TILES": cut.tiles, "WARPS": cut.warps}
+        kernel[(grid,)](
             *tensors,
             recur.codes,
             recur.scales,
@@ -494,6 +504,7 @@ class LayerCache:
             plan.counts,
             cursors.stream,
             cursors.diverged,
+            *rest,
             signed_seed(self.seed),
             self.layer,
             plan.capacity,
@@ -509,9 +520,8 @@ class LayerCache:
             L=window,
             BLOCK_V=cut.block_v,
             DK=recur.dk,
-            WIDTH=row_width(recur),
+            WIDTH=width,
             DELTA=self.delta,
-            PER_CHANNEL=self.per_channel,
             HAS_DT=self.has_dt,
             REDERIVE=self.rederives,
             SEPARATE=self.policy.kind == "separate",
@@ -521,6 +531,7 @@ class LayerCache:
             READ_SR=read.fmt.needs_words,
             KEY_RECORD=self.key_record,
             WRITTEN_RECORD=self.written_record,
+            **shape,
             num_warps=cut.warps,
             maxnreg=cut.registers,
             enable_fp_fusion=exact,
@@ -563,6 +574,11 @@ class LayerCache:
             maxnreg=cut.registers,
             enable_fp_fusion=exact,
         )
+
+
+def lanes_width(store: StateStore) -> int:
+    """Choose how many elements of a row four lanes fetch at once: 16 bytes each."""
+    return store.dk if store.name == "nvfp4" else min(store.dk, 64 // store.codes.element_size())
 
 
 def row_width(store: StateStore) -> int:

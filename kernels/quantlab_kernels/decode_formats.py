@@ -22,8 +22,9 @@ Not covered: dk that is not 16 * 2**n <= 128, other scales.
 import triton
 import triton.language as tl
 
+from quantlab_kernels.decode_products import fetched_rows
 from quantlab_kernels.division import divide, reciprocal
-from quantlab_kernels.draws import tile_words
+from quantlab_kernels.draws import quad_words
 from quantlab_kernels.rounding import (
     E2M1_MAX,
     E4M3_MAX,
@@ -199,6 +200,7 @@ def load_state(
     BLOCK_V: tl.constexpr,
     DK: tl.constexpr,
     WIDTH: tl.constexpr,
+    WARPS: tl.constexpr = 0,
 ):
     """Load and decode state rows, zero beyond `rows_left`; see `fetch_tile`.
 
@@ -212,12 +214,13 @@ def load_state(
         FORMAT: likewise.
         BLOCK_V: likewise.
         DK: likewise.
-        WIDTH: DK where elements are less than two bytes wide.
+        WIDTH: DK where elements are less than two bytes wide, but for WARPS.
+        WARPS: of the program, to have rows in the order of `fetched_rows`; 0 for their own.
 
     Returns:
         [BLOCK_V, DK / WIDTH, WIDTH] FP32.
     """
-    row = tl.arange(0, BLOCK_V)
+    row = fetched_rows(BLOCK_V, WARPS, WARPS > 0)
     inside = row < rows_left
     PARTS: tl.constexpr = DK // WIDTH
     if FORMAT == "nvfp4":
@@ -290,6 +293,7 @@ def store_tile(
     BLOCK_V: tl.constexpr,
     DK: tl.constexpr,
     WIDTH: tl.constexpr,
+    WARPS: tl.constexpr = 0,
 ):
     """Round state rows and store their codes and scales.
 
@@ -311,11 +315,12 @@ def store_tile(
         BLOCK_V: rows.
         DK: columns.
         WIDTH: of x.
+        WARPS: as `load_state`'s.
 
     Returns:
         Bits of the largest magnitude: INF_BITS or more where what is stored is not finite.
     """
-    row = tl.arange(0, BLOCK_V)
+    row = fetched_rows(BLOCK_V, WARPS, WARPS > 0)
     inside = row < rows_left
     PARTS: tl.constexpr = DK // WIDTH
     part = tl.arange(0, PARTS)
@@ -324,7 +329,9 @@ def store_tile(
     place += row0 * DK
     mask = inside[:, None, None]
     if SR:
-        words = tile_words(seed, layer_copy, stream, flush, first_element, DK, BLOCK_V, DK, True)
+        quad = part[:, None] * (WIDTH // 4) + tl.arange(0, WIDTH // 4)[None, :]
+        quad = first_element // 4 + row[:, None, None] * (DK // 4) + quad[None, :, :]
+        words = quad_words(seed, layer_copy, stream, flush, quad)
         words = tl.reshape(words, [BLOCK_V, PARTS, WIDTH])
     else:
         words = x
@@ -384,7 +391,7 @@ def store_tile(
             tl.where(bad, E4M3_NAN, code).to(tl.uint8),
             mask=inside[:, None],
         )
-        tl.store(state_scale_ptr + state, whole)
+        tl.store(state_scale_ptr + state, whole, mask=rows_left > 0)
         return tl.max(tl.max(bits, axis=1), axis=0)
 
 

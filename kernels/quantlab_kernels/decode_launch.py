@@ -41,7 +41,9 @@ class TileLaunch:
     """How a flush or a conventional step is cut.
 
     Attributes:
-        block_v: state rows of a tile; at least dv where a copy has a state scale.
+        block_v: state rows of a tile; at least dv where a copy has a state scale. A flush with a
+            decay per head: at least 16.
+        tiles: of one program, of such a flush.
         warps: of a program.
         per_sm: programs per multiprocessor, of a flush.
         registers: most registers of a thread; None leaves it to the compiler.
@@ -49,6 +51,7 @@ class TileLaunch:
     """
 
     block_v: int
+    tiles: int = 1
     warps: int = 4
     per_sm: int = 4
     registers: int | None = None
@@ -91,14 +94,22 @@ def spanned_heads(block_v: int, *, dv: int, most: int) -> int:
 
 
 def flush_launch(
-    formats: tuple[str, ...], *, rows: int, heads: int, dv: int, dk: int
+    formats: tuple[str, ...], *, rows: int, heads: int, dv: int, dk: int, per_channel: bool
 ) -> TileLaunch:
     """Choose the launch of a flush that stores copies in some formats."""
     whole = max(16, _power(dv))
+    warps = max(1, min(8, whole * dk // 2048))
+    if per_channel:
+        if "nvfp4" in formats:
+            # 32 elements a thread, as the others: 64 need 251 registers
+            return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)), per_sm=1)
+        return TileLaunch(block_v=min(32, whole), warps=4, per_sm=4, registers=128)
     if "nvfp4" in formats:
-        # 32 elements a thread, as the others: 64 need 251 registers
-        return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)), per_sm=1)
-    return TileLaunch(block_v=min(32, whole), warps=4, per_sm=4, registers=128)
+        return TileLaunch(block_v=whole, warps=warps, per_sm=1)
+    block_v = min(64, whole)
+    # a program meets the keys for a whole head, unless there are few
+    tiles = -(-dv // block_v) if rows * heads >= 512 else 1
+    return TileLaunch(block_v=block_v, tiles=tiles, warps=min(4, warps), per_sm=2)
 
 
 def conventional_launch(fmt: str, *, rows: int, heads: int, dv: int, dk: int) -> TileLaunch:

@@ -275,6 +275,17 @@ def _part(x, BF16: tl.constexpr):
 
 
 @triton.jit
+def bf16_parts(x, PARTS: tl.constexpr):
+    """Split FP32 x into a tuple of BF16 tensors, eight bits each, the largest first: 3 hold it."""
+    parts = ()
+    rest = x
+    for _ in tl.static_range(PARTS):
+        part, rest = _part(rest, True)
+        parts = parts + (part,)  # noqa: RUF005 (kernels know no unpacking)
+    return parts
+
+
+@triton.jit
 def _parts(x, BF16: tl.constexpr):
     """Split FP32 [N] into [N, 4] 16-bit floats that add up to it; one of the four is 0."""
     first, rest = _part(x, BF16)
@@ -285,13 +296,18 @@ def _parts(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def split_columns(q, k, DELTA: tl.constexpr):
-    """Split q and k, FP32 [N], into columns [N, 8] of BF16 parts, in turn of q and of k."""
-    of_q = _parts(q, True)
-    of_k = tl.zeros_like(of_q)
+def token_rows(q, k, DELTA: tl.constexpr):
+    """Split q and k, FP32 [N], into rows of BF16 parts [16, N]: 0 to 2 add up to q, 4 to 6 to k."""
+    place = tl.arange(0, 16)[:, None]
+    rows = tl.zeros([16, q.shape[0]], dtype=OPERAND)
+    of_q = bf16_parts(q, 3)
+    for p in tl.static_range(3):
+        rows = tl.where(place == p, of_q[p][None, :], rows)
     if DELTA:
-        of_k = _parts(k, True)
-    return tl.reshape(tl.join(of_q, of_k), [q.shape[0], 8])
+        of_k = bf16_parts(k, 3)
+        for p in tl.static_range(3):
+            rows = tl.where(place == 4 + p, of_k[p][None, :], rows)
+    return rows
 
 
 @triton.jit

@@ -218,7 +218,7 @@ def replay_step_kernel(
             store_record(key_records_ptr + own_place, k, known, KEY_RECORD)
         by, q_factor, k_factor = multipliers(q_tile, k_tile, FORMAT, DELTA, WIDTH)
 
-        for tile in range(0, TILES):
+        for tile in tl.range(0, TILES, num_stages=1):
             first = first0 + tile * BLOCK_V
             r = first + tile_row
             inside = r < rows

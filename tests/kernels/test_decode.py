@@ -225,7 +225,7 @@ def test_shapes(kind: str, dv: int, dk: int) -> None:
 def test_every_launch_gives_the_same(read: str, cut: StepLaunch) -> None:
     bench = Bench("gdn", f"{read} / fp32 L=3", lag=1, heads=4, key_heads=2)
     bench.cache.step_cut = cut
-    bench.cache.flush_cut = TileLaunch(block_v=16 if read == "nvfp4" else 8, per_sm=1)
+    bench.cache.flush_cut = TileLaunch(block_v=16, tiles=2, warps=1, per_sm=1)
     bench.run(4)
 
 
