@@ -94,7 +94,13 @@ def spanned_heads(block_v: int, *, dv: int, most: int) -> int:
 
 
 def flush_launch(
-    formats: tuple[str, ...], *, rows: int, heads: int, dv: int, dk: int, per_channel: bool
+    formats: tuple[str, ...],
+    *,
+    rows: int,
+    heads: int,
+    dv: int,
+    dk: int,
+    per_channel: bool = False,
 ) -> TileLaunch:
     """Choose the launch of a flush that stores copies in some formats."""
     whole = max(16, _power(dv))
