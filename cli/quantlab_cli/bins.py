@@ -14,7 +14,7 @@ from quantlab_cli.types import SIZE, echo_json
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--count", type=SIZE, default=4, show_default=True, help="Bins of equal count.")
 @click.option("--log", is_flag=True, help="Bins of doubling FP32 length instead.")
-@click.option("--figures/--no-figures", default=False, help="Draw the figures of quartiles again.")
+@click.option("--figures/--no-figures", default=False, help="Draw figures and page again.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 @click.option("--markdown", is_flag=True, help="The tables in Markdown.")
 def bins(
@@ -29,9 +29,9 @@ def bins(
             click.echo(f"{result.path}\n")
         show_tables(result, as_json=as_json, markdown=markdown, count=count, log=log)
         if figures:
-            from quantlab.report.accuracy import write_figures
+            from quantlab.report.accuracy import write_report
 
-            for path in write_figures(result.bins(), result.path, model=result.spec.model):
+            for path in write_report(result):
                 click.echo(str(path), err=True)
     if as_json:
         echo_json([document(result, count=count, log=log) for result in results])

@@ -99,9 +99,9 @@ def eval(
         )
     show_tables(result, as_json=as_json, markdown=markdown)
     if figures:
-        from quantlab.report.accuracy import write_figures
+        from quantlab.report.accuracy import write_report
 
-        files = write_figures(result.bins(), result.path, model=spec.model)
+        files = write_report(result)
         if not quiet:
             names = ["rows.parquet", "summary.csv", "bins.csv", *(f.name for f in files)]
             click.echo(f"in {result.path}: {', '.join(names)}", err=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from quantlab.metrics.accuracy_table import ALL, REFERENCE, REPEAT
 from quantlab.replay.policy import parse_policy
+from quantlab.report.document import Document, Figure, Section, to_html
 from quantlab.report.figure import finish
 from quantlab.report.page import render
 from quantlab.report.style import styles
 from quantlab.report.table import Table
+
+if TYPE_CHECKING:
+    from quantlab.study.accuracy import EvalResult
+    from quantlab.study.accuracy_spec import EvalSpec
 
 NAMES = {REFERENCE: "FP32", REPEAT: "FP32 repeated"}
 
@@ -161,23 +167,98 @@ def bins_figure(cells: Sequence[dict[str, Any]], *, title: str, subtitle: str) -
     return finish(alt, bars + lines + points, title=title, subtitle=subtitle)
 
 
-def write_figures(bins: pa.Table, folder: Path, *, model: str) -> list[Path]:
-    """Draw `bins-TASK.png` and `.svg` of every task."""
-    written = []
-    for task, cells in _by_task(bins):
+def write_report(result: EvalResult) -> list[Path]:
+    """Write `bins-TASK.png` and `.svg` of every task, and index.html, into the run's directory.
+
+    Returns:
+        The files, the page last.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    from quantlab.study.store import RunDirectory
+
+    directory = RunDirectory(result.path)
+    written, figures = [], {}
+    for task, png, svg in draw_bins(result):
+        name = f"bins-{task}"
+        figures[task] = Figure(name=f"{name}.svg", text=f"accuracy by length: {task}", svg=svg)
+        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
+            path = result.path / f"{name}{suffix}"
+            directory.write(path, data)
+            written.append(path)
+    page = result.path / "index.html"
+    directory.write(page, to_html(document(result, figures)).encode("utf-8"))
+    return [*written, page]
+
+
+def draw_bins(result: EvalResult) -> list[tuple[str, bytes, str]]:
+    """(task, PNG, SVG) of accuracy by length, task by task."""
+    found = []
+    for task, cells in _by_task(result.bins()):
         what = "all tasks" if task == ALL else task
         chart = bins_figure(
             cells,
             title=f"Accuracy by output length: {what}",
-            subtitle=f"{model}; bins of equal count; bars: Wilson 95 %, draws of a question "
-            "counted together",
+            subtitle=f"{Path(result.spec.model).name}; bins of equal count; bars: Wilson 95 %, "
+            "draws of a question counted together",
         )
-        png, svg = render(chart)
-        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
-            path = folder / f"bins-{task}{suffix}"
-            path.write_bytes(data)
-            written.append(path)
-    return written
+        found.append((task, *render(chart)))
+    return found
+
+
+def document(result: EvalResult, figures: Mapping[str, Figure]) -> Document:
+    """Lay a run out: its settings, then every task's tables and figure.
+
+    Args:
+        result: the run.
+        figures: by task.
+    """
+    spec, made = result.spec, result.record["made_with"]
+    sessions = result.run.get("sessions", [])
+    command = sessions[0].get("command", []) if sessions else []
+    seconds = sum(s.get("seconds", 0) for s in sessions)
+    introduction = "\n\n".join(
+        [
+            f"# {Path(spec.model).name}: accuracy of long generations",
+            "Paired with FP32-state decoding under the same sampling noise and binned by its output "
+            f"length. {spec.repetitions} repetitions, budget {spec.budget:,} tokens (an output "
+            f"that reaches it is wrong), {sampling_line(spec)}, seed {spec.seed}, {spec.rows:,} "
+            f"rows a forward, {result.record['model'].get('dtype', '')} activations, on "
+            f"{made['device']}, {seconds:,.0f} s.",
+            f"    {shlex.join(command)}" if command else "From Python; see spec.json.",
+        ]
+    )
+    summaries, binned = dict(summary_tables(result.summary())), dict(bins_tables(result.bins()))
+    sections = [
+        Section(
+            title="All tasks" if task == ALL else task,
+            tables=(table, binned[task]),
+            figures=(figures[task],) if task in figures else (),
+        )
+        for task, table in summaries.items()
+    ]
+    files = (
+        ("rows.parquet", "one row a generation"),
+        ("outputs.parquet", "what each wrote"),
+        ("summary.csv", "all figures by policy"),
+        ("bins.csv", "and by length"),
+        ("spec.json", "everything needed to repeat it"),
+    )
+    policies = tuple((arm_name(str(p)), str(p)) for p in spec.policies)
+    table = Table(header=("policy", "in full"), rows=policies, note="")
+    sections.append(Section(title="How it was made", tables=(table,), numeric=False, files=files))
+    return Document(introduction=introduction, sections=sections)
+
+
+def sampling_line(spec: EvalSpec) -> str:
+    """Say in a few words how tokens are chosen."""
+    if spec.temperature == 0:
+        return "greedy"
+    parts = [f"temperature {spec.temperature:g}", f"top-p {spec.top_p:g}"]
+    parts += [f"top-k {spec.top_k}"] if spec.top_k else []
+    parts += [f"presence penalty {spec.presence_penalty:g}"] if spec.presence_penalty else []
+    return ", ".join(parts)
 
 
 def _by_task(table: pa.Table) -> list[tuple[str, list[dict[str, Any]]]]:

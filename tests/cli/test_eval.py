@@ -33,8 +33,8 @@ def run(tmp_path_factory):
 def test_a_run_leaves_its_files(run):
     names = {path.name for path in run.iterdir()}
     assert names == {
-        "spec.json", "run.json", "rows.parquet", "summary.csv", "bins.csv", "bins-chain.png",
-        "bins-chain.svg",
+        "spec.json", "run.json", "rows.parquet", "outputs.parquet", "summary.csv", "bins.csv",
+        "bins-chain.png", "bins-chain.svg", "index.html",
     }  # fmt: skip
     session = json.loads((run / "run.json").read_text())["sessions"][0]
     assert session["command"][:2] == ["quantlab", "eval"]

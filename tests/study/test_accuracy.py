@@ -14,7 +14,7 @@ from quantlab.engine.generation import Generation, Job, first_divergence
 from quantlab.errors import RunError, UsageError
 from quantlab.metrics.accuracy_table import bins_table, summary_table
 from quantlab.replay.policy import parse_policy
-from quantlab.report.accuracy import bins_tables, summary_tables, write_figures
+from quantlab.report.accuracy import bins_tables, summary_tables, write_report
 from quantlab.study.accuracy import load_eval, run_eval
 from quantlab.study.accuracy_rows import (
     OUTPUTS,
@@ -269,10 +269,15 @@ def test_tables_and_figures(whole):
     (_, table), *_ = summary_tables(result.summary())
     assert [row[0] for row in table.rows] == ["FP32", "FP32 repeated", "shared nvfp4-sr"]
     assert [name for name, _ in bins_tables(result.bins())] == ["chain", "recall", "all"]
-    files = write_figures(result.bins(), result.path, model="m")
-    assert {f.name for f in files} == {
-        f"bins-{t}.{s}" for t in ("chain", "recall", "all") for s in ("png", "svg")
-    }
+    files = write_report(result)
+    assert [f.name for f in files] == [
+        *(f"bins-{t}.{s}" for t in ("chain", "recall", "all") for s in ("png", "svg")),
+        "index.html",
+    ]
+    page = (result.path / "index.html").read_text()
+    assert page.count("<svg") == 3 and "shared nvfp4-sr" in page and "http-equiv" not in page
+    assert "temperature 1, top-p 0.98" in page and 'href="outputs.parquet"' in page
+    assert "FP32 repeated" in page and "src=" not in page and "<script" not in page
     svg = (result.path / "bins-all.svg").read_text()
     assert "shared nvfp4-sr" in svg and "FP32 output length" in svg
     record = json.loads((result.path / "spec.json").read_text())
