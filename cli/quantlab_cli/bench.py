@@ -154,6 +154,29 @@ def _decode_rows(
 
 
 @bench.command()
+@click.argument(
+    "result",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    default=REPORTS / "decode.json",
+)
+def figures(result: Path) -> None:
+    """Draw the figures of a decode benchmark beside its RESULT, PNG and SVG."""
+    from quantlab.bench.decode_figure import decode_figures
+    from quantlab.bench.result import read_result
+    from quantlab.report.page import render
+
+    found = read_result(result)
+    if found.bench != "decode":
+        raise UsageError(f"{result} is of bench {found.bench}; figures are drawn of bench decode")
+    for name, chart in decode_figures(found).items():
+        png, svg = render(chart)
+        for suffix, data in ((".png", png), (".svg", svg.encode())):
+            path = result.with_name(name + suffix)
+            path.write_bytes(data)
+            click.echo(path)
+
+
+@bench.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=REPORTS)
 @click.option(
     "--targets",
