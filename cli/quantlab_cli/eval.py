@@ -9,8 +9,8 @@ import click
 
 from quantlab.errors import UsageError
 from quantlab.study.spec import DTYPES
-from quantlab_cli.progress import Reporter
-from quantlab_cli.types import SIZE, echo_json, given
+from quantlab_cli.progress import Reporter, duration
+from quantlab_cli.types import SIZE, Size, columns, echo_json, given
 
 if TYPE_CHECKING:
     from quantlab.report.table import Table
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = ("shared:nvfp4-sr", "nvfp4/fp16-sr")
 ROWS = {"cpu": 32, "cuda": 256}
+AUTO = "auto"
+LONGEST = 4096
+"""Most tokens that a pilot for `--budget auto` tries of an embedded task; its longest solution."""
+
+
+class Budget(Size):
+    """A number of tokens, or "auto"."""
+
+    name = "SIZE|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read it."""
+        return AUTO if value == AUTO else super().convert(value, param, ctx)
 
 
 @click.command("eval")
@@ -41,7 +54,12 @@ ROWS = {"cpu": 32, "cuda": 256}
 @click.option("--window", type=SIZE, default=16, show_default=True, help="Where no L=… is said.")
 @click.option("--limit", "-L", type=SIZE, help="Questions of a task.  [default: 6; benchmarks all]")
 @click.option("--repetitions", type=SIZE, help="Draws of each question.  [default: the task's]")
-@click.option("--budget", type=SIZE, help="Output tokens.  [default: 1,024; benchmarks their own]")
+@click.option(
+    "--budget",
+    type=Budget(),
+    help="Output tokens; auto: 99th percentile of FP32's in a pilot.  [default: 1,024; "
+    "benchmarks their own]",
+)
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the paper's, or 1]")
 @click.option("--top-p", type=float, help="[default: the paper's, or 0.95]")
 @click.option("--top-k", type=int, help="0 keeps all.  [default: the paper's, or 0]")
@@ -65,6 +83,7 @@ ROWS = {"cpu": 32, "cuda": 256}
     metavar="SECONDS", help="What a kill can cost.",
 )  # fmt: skip
 @click.option("--figures/--no-figures", default=True, help="Draw the figures at the end.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and for how long.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
 @click.option("--markdown", is_flag=True, help="The tables in Markdown.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
@@ -74,6 +93,7 @@ def eval(
     resume: bool,
     save_every: float,
     figures: bool,
+    dry_run: bool,
     as_json: bool,
     markdown: bool,
     quiet: bool,
@@ -85,6 +105,10 @@ def eval(
     quantlab eval -M MODEL --task chain --task recall --suite replayssm --limit 500 --repetitions 3
     """  # noqa: D301 - click's mark for lines that stay as they are
     spec = make_spec(**options)
+    if options["budget"] == AUTO:
+        spec = with_budget(spec, out if resume else None, quiet=quiet)
+    if dry_run:
+        return show_plan(spec, as_json=as_json)
     from quantlab.study.accuracy import run_eval
 
     directory = out or Path("runs") / f"eval-{Path(spec.model).name.lower()}-{spec.digest()}"
@@ -148,8 +172,10 @@ def make_spec(**options: Any) -> EvalSpec:
         for name in (
             "limit", "repetitions", "budget", "temperature", "top_p", "top_k", "presence_penalty",
         )
-        if options[name] is not None
+        if options[name] is not None and options[name] != AUTO
     }  # fmt: skip
+    if options["budget"] == AUTO and not public:
+        asked["budget"] = LONGEST
     values = {"limit": None, **protocol, **asked}
     device = _device(options["device"])
     from quantlab.engine.sampling import Sampling
@@ -178,6 +204,44 @@ def _device(name: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def with_budget(spec: EvalSpec, gone_on: Path | None, *, quiet: bool) -> EvalSpec:
+    """Set the budget that FP32 needs; a run that is gone on with keeps its own.
+
+    Args:
+        spec: its budget is the most that is tried.
+        gone_on: directory of the run to go on with, if any.
+        quiet: do not say what was found.
+    """
+    from dataclasses import replace
+
+    from quantlab.study.accuracy_plan import find_budget
+    from quantlab.study.store import RunDirectory
+
+    recorded = {}
+    if gone_on is not None:
+        directory = RunDirectory(gone_on)
+        recorded = directory.read_json(directory.spec_file).get("spec", {})
+    budget = recorded.get("budget") or find_budget(spec)
+    if not quiet:
+        click.echo(f"budget: {budget:,} tokens", err=True)
+    return replace(spec, budget=budget)
+
+
+def show_plan(spec: EvalSpec, *, as_json: bool) -> int:
+    """Write what a study would generate, and for how long."""
+    from quantlab.study.accuracy_plan import plan_eval
+
+    found = plan_eval(spec)
+    seconds = found.pop("seconds")
+    if as_json:
+        echo_json({**found, "seconds": seconds, "spec": spec.to_json()})
+        return 0
+    lines = [(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+             for name, value in found.items()]  # fmt: skip
+    click.echo(columns([*lines, ("time", f"about {duration(seconds)}")]))
+    return 0
 
 
 def show_tables(

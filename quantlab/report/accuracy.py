@@ -221,11 +221,11 @@ def document(result: EvalResult, figures: Mapping[str, Figure]) -> Document:
     introduction = "\n\n".join(
         [
             f"# {Path(spec.model).name}: accuracy of long generations",
-            "Paired with FP32-state decoding under the same sampling noise and binned by its output "
-            f"length. {spec.repetitions} repetitions, budget {spec.budget:,} tokens (an output "
-            f"that reaches it is wrong), {sampling_line(spec)}, seed {spec.seed}, {spec.rows:,} "
-            f"rows a forward, {result.record['model'].get('dtype', '')} activations, on "
-            f"{made['device']}, {seconds:,.0f} s.",
+            "Paired with FP32-state decoding under the same sampling noise and binned by its "
+            f"output length. {spec.repetitions} repetitions, budget {spec.budget:,} tokens (an "
+            f"output that reaches it is wrong), {sampling_line(spec)}, seed {spec.seed}, "
+            f"{spec.rows:,} rows a forward, {result.record['model'].get('dtype', '')} "
+            f"activations, on {made['device']}, {seconds:,.0f} s.",
             f"    {shlex.join(command)}" if command else "From Python; see spec.json.",
         ]
     )

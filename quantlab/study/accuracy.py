@@ -11,29 +11,24 @@ bins.csv          the same by quartile of the FP32 output length
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
-from quantlab.data.benchmarks.extraction import Thinking, thinking_of
-from quantlab.data.tasks import END_ID, Problem
-from quantlab.data.tokenize import ByteTokenizer
 from quantlab.errors import RunError, UsageError
 from quantlab.metrics.accuracy_table import bins_table, summary_table
-from quantlab.study.accuracy_rows import SCHEMA_VERSION, finish_rows, part_table
-from quantlab.study.accuracy_spec import SPEC_VERSION, Asked, EvalSpec, ask, describe
+from quantlab.study.accuracy_generate import generate
+from quantlab.study.accuracy_rows import SCHEMA_VERSION, finish_rows
+from quantlab.study.accuracy_spec import SPEC_VERSION, EvalSpec, ask, describe
+from quantlab.study.accuracy_text import Texts
 from quantlab.study.progress import Progress, Silent
 from quantlab.study.provenance import provenance
 from quantlab.study.session import Interrupted, Session, require_same, require_same_model
-from quantlab.study.store import RunDirectory, read_table, save_tensors
+from quantlab.study.store import RunDirectory, read_table
 
 CHECKPOINT_SECONDS = 120.0
 OUTPUTS_FILE = "outputs.parquet"
@@ -169,7 +164,7 @@ def _run(
         from quantlab.models import load_model
 
         m = load_model(spec.model, device=spec.device, dtype=spec.dtype)
-    text = _Text(m, asked)
+    text = Texts(m, asked)
     record = {
         "study": "eval",
         "spec_version": SPEC_VERSION,
@@ -190,7 +185,7 @@ def _run(
         check_model(m).raise_if_failed()
         directory.write_json(directory.spec_file, record)
     session.begin(spec.device)
-    _generate(directory, spec, m, text, progress, checkpoint_seconds)
+    generate(directory, spec, m, text, progress, checkpoint_seconds)
     rows, outputs = finish_rows(
         directory.read_parts(),
         spec,
@@ -219,173 +214,3 @@ def _grade_mathematics(pairs: Sequence[tuple[str, str]]) -> Sequence[str]:
 
     with MathGrader() as grader:
         return grader.grade(pairs)
-
-
-class _Text:
-    """Prompts to ids and outputs to text, by the model's own tokenizer and chat template."""
-
-    def __init__(self, m: Any, asked: Sequence[Asked]) -> None:
-        import torch
-
-        self.ids = [a.id for a in asked]
-        tokenizer = m.tokenizer
-        own: Any = ByteTokenizer()
-        embedded = {isinstance(a.source, Problem) for a in asked}
-        eos = _eos(m)
-        self.thinking: Thinking | None = None
-        self.no_text: tuple[int, ...] = ()
-        byte_level = tokenizer is None or "byt5" in type(tokenizer).__name__.lower()
-        byte_level = byte_level or isinstance(tokenizer, ByteTokenizer)
-        if True in embedded and not byte_level:
-            raise UsageError("embedded tasks are for byte-level models, such as the zoo's")
-        if byte_level:
-            if False in embedded:
-                raise UsageError("public benchmarks need a model with a tokenizer of its own")
-            self.name = own.name
-            self.stop_ids = sorted({*eos, END_ID})
-            self.no_text = (0, 2)
-            self.prompts = [torch.from_numpy(own.encode(a.source.prompt)) for a in asked]
-            self._decode: Callable[[Any], str] = own.decode
-            return
-        self.name = str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
-        self.stop_ids = sorted({*eos, tokenizer.eos_token_id} - {None})
-        self.no_text = tuple(
-            i for i in (tokenizer.unk_token_id, tokenizer.pad_token_id)
-            if i is not None and i not in self.stop_ids
-        )  # fmt: skip
-        self.prompts = []
-        template = getattr(tokenizer, "chat_template", None)
-        for a in asked:
-            prompt = a.source.prompt
-            if template:
-                prompt = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                self.thinking = thinking_of(template, prompt)
-            ids = tokenizer(prompt, add_special_tokens=not template)["input_ids"]
-            self.prompts.append(torch.tensor(ids))
-        self._decode = tokenizer.decode
-
-    def decode(self, ids: npt.NDArray[np.int32]) -> str:
-        """Text of output ids."""
-        return self._decode(ids.astype(np.int64))
-
-
-def _eos(m: Any) -> list[int]:
-    """Stop ids of the model's generation settings, else of its configuration."""
-    found = getattr(getattr(m.model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        found = m.model.config.get_text_config().eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
-
-
-def _generate(
-    directory: RunDirectory,
-    spec: EvalSpec,
-    m: Any,
-    text: _Text,
-    progress: Progress,
-    checkpoint_seconds: float,
-) -> None:
-    """Make every generation that is not on disk yet; a kill costs what came after the last save."""
-    import torch
-
-    from quantlab.engine.generation import Arm, Generation, GenerationRun, Job, Question
-    from quantlab.engine.sampling import Sampling
-
-    state, base = _restore(directory)
-    files = _parts(directory)
-    columns = ["arm", "asked", "repetition"]
-    parts = [
-        [Job(*row.values()) for row in read_table(path).select(columns).to_pylist()]
-        for path in files
-    ]
-    made = [job for part in parts for job in part]
-    run = GenerationRun(
-        m,
-        arms=[Arm(policy=policy, seed=seed) for _, policy, seed in spec.arms],
-        questions=[
-            Question(id=i, tokens=tokens) for i, tokens in zip(text.ids, text.prompts, strict=True)
-        ],
-        sampling=Sampling(
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            presence_penalty=spec.presence_penalty,
-        ),
-        budget=spec.budget,
-        stop_ids=text.stop_ids,
-        seed=spec.seed,
-        rows=spec.rows,
-        repetitions=spec.repetitions,
-        # a state counts its jobs among those that its own session had to make
-        skip=[job for part in parts[:base] for job in part] if state else made,
-    )
-    if state:
-        run.load_state_dict(state)
-    else:
-        base = len(files)
-    done = len(made)
-    progress.start(len(spec.arms) * len(text.ids) * spec.repetitions, done)
-    waiting: list[Generation] = []
-    margins_of = [name for name, _, _ in spec.arms].index("reference")
-    count = len(files)
-    due = time.monotonic() + checkpoint_seconds
-
-    def save() -> None:
-        nonlocal waiting, count
-        if waiting:
-            path = directory.part_file(0, count, count)
-            directory.write_table(path, part_table(waiting, margins_of=margins_of))
-            waiting, count = [], count + 1
-
-    def stepped() -> None:
-        nonlocal due
-        progress.advance(int(done + run.under_way))
-        if time.monotonic() < due:
-            return
-        save()
-        if run.worth_saving:
-            tensors = run.state_dict() | {
-                "study.parts": torch.tensor(count),
-                "study.base": torch.tensor(base),
-            }
-            problem = save_tensors(directory.state_file(0), tensors)
-            if problem:
-                progress.note(f"the state could not be saved ({problem})")
-        due = time.monotonic() + checkpoint_seconds
-
-    for generation in run.run(stepped):
-        waiting.append(generation)
-        done += 1
-    save()
-    directory.state_file(0).unlink(missing_ok=True)
-
-
-def _parts(directory: RunDirectory) -> list[Path]:
-    return sorted(directory.parts.glob("batch-0000-*.parquet"))
-
-
-def _restore(directory: RunDirectory) -> tuple[dict[str, Any], int]:
-    """Read the engine state and the number of parts its session began with; drop later parts.
-
-    Without a usable state, what is in the parts stays and the rest is made again.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Any] = {}
-    if directory.state_file(0).exists():
-        # a state that a kill cut short
-        with suppress(SafetensorError, OSError):
-            tensors = load_file(directory.state_file(0))
-    files = _parts(directory)
-    if "study.parts" not in tensors or len(files) < int(tensors["study.parts"]):
-        return {}, 0
-    for path in files[int(tensors["study.parts"]) :]:
-        path.unlink()
-    base = int(tensors.pop("study.base"))
-    tensors.pop("study.parts")
-    return tensors, base

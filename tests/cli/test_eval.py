@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quantlab.engine.sampling import Sampling
+from quantlab.errors import UsageError
 from quantlab_cli.eval import make_spec
 from quantlab_cli.main import main
 from tests.models.tiny import tiny
@@ -38,6 +39,19 @@ def test_a_run_leaves_its_files(run):
     }  # fmt: skip
     session = json.loads((run / "run.json").read_text())["sessions"][0]
     assert session["command"][:2] == ["quantlab", "eval"]
+
+
+def test_a_plan_says_what_would_be_generated(monkeypatch, capsys, tmp_path):
+    m = tiny("qwen3_5", vocab_size=264)
+    monkeypatch.setattr("quantlab.models.load_model", lambda *a, **k: m)
+    out = tmp_path / "o"
+    assert main(["eval", "-M", "tiny-gdn", *SMALL, "--dry-run", "--json", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # five arms, one question of at most 60 tokens
+    assert found["generations"] == 5 and 5 * 50 <= found["tokens"] <= 5 * 60
+    assert found["seconds"] > 0 and found["tokens_per_second"] > 0 and not out.exists()
+    assert main(["eval", "-M", "tiny-gdn", *SMALL, "--dry-run", "--out", str(out)]) == 0
+    assert "about" in capsys.readouterr().out
 
 
 def test_bins_again(run, capsys):
@@ -79,6 +93,28 @@ def test_missing_data_is_named(monkeypatch, capsys, tmp_path):
     arguments = ["eval", "-M", "tiny-gdn", "--task", "aime", "--out", str(tmp_path / "o")]
     assert main(arguments) == 5
     assert "HuggingFaceH4/aime_2024" in capsys.readouterr().err
+
+
+def test_a_budget_of_ones_own_is_found_once(monkeypatch, capsys, tmp_path):
+    """The spec that is run, and gone on with, has the number that the pilot found."""
+    from quantlab.study import accuracy, accuracy_plan
+
+    asked, run = [], []
+    monkeypatch.setattr(accuracy_plan, "find_budget", lambda spec: asked.append(spec.budget) or 640)
+
+    def stop(spec, out, **_):
+        run.append(spec.budget)
+        out.mkdir(exist_ok=True)
+        (out / "spec.json").write_text(json.dumps({"spec": spec.to_json()}))
+        raise UsageError("enough")
+
+    monkeypatch.setattr(accuracy, "run_eval", stop)
+    arguments = ["eval", "-M", "tiny-gdn", "--budget", "auto", "--out", str(tmp_path / "o")]
+    assert main(arguments) == 2 and asked == [4096] and run == [640]
+    assert "budget: 640 tokens" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 2 and asked == [4096] and run == [640, 640]
+    assert main(["eval", "-M", "tiny-gdn", "--budget", "aut"]) == 2
+    assert "'aut' is not a whole number" in capsys.readouterr().err
 
 
 def test_defaults_follow_the_protocol():

@@ -285,6 +285,41 @@ def test_tables_and_figures(whole):
     assert load_eval(result.path).spec == make_spec()
 
 
+def test_a_pilot_finds_the_lengths_of_fp32(model, monkeypatch):
+    from quantlab.study import accuracy_plan
+
+    class Run:
+        def __init__(self, lengths, finish="stop"):
+            self.made = [
+                Generation(job=Job(0, i, 0), tokens=[5] * n, finish=finish)
+                for i, n in enumerate(lengths)
+            ]
+
+        def run(self):
+            return iter(self.made)
+
+    seen = []
+
+    def play(run):
+        def made(spec, m, text, *, arms):
+            seen.append((spec, arms, len(text.ids)))
+            return run
+
+        monkeypatch.setattr(accuracy_plan, "generation_run", made)
+        return accuracy_plan.find_budget(make_spec(limit=100, budget=1000), model=model)
+
+    assert play(Run([*range(100), 200])) == 128  # the 99th of a hundred is 99, then multiples of 64
+    assert play(Run([10, 950, 999])) == 1000  # never more than the spec's
+    spec, arms, questions = seen[0]
+    # the reference, with noise that no arm of the study has
+    (name, policy, seed) = spec.arms[arms[0]]
+    assert len(arms) == 1 and name == "reference" and policy.short == "conventional fp32"
+    assert seed not in {s for _, _, s in make_spec().arms}
+    assert questions == 2 * accuracy_plan.PILOT_QUESTIONS
+    with pytest.raises(UsageError, match="give a number"):
+        play(Run([9] * 5, finish="budget"))
+
+
 def test_problems_that_do_not_fit_are_not_asked():
     spec = make_spec(tasks=("addition",), limit=10, budget=100)
     for a in ask(spec):
