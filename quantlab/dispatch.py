@@ -84,6 +84,21 @@ def decode_states(device: torch.device | str, implementation: Implementation = "
     return states
 
 
+def decode_conv() -> Callable[..., Any]:
+    """Hand out one token of the short convolution in front of a recurrence, on a GPU.
+
+    Returns:
+        `quantlab_kernels.decode_conv.conv_step`, for transformers' `causal_conv1d_update`.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("decoding on a GPU", "decode on a CPU to try it without"):
+        from quantlab_kernels.decode_conv import conv_step
+    step: Callable[..., Any] = conv_step
+    return step
+
+
 def check_decodable(policies: Iterable[Policy]) -> None:
     """Refuse policies that the decode kernels do not have, before anything is loaded.
 
@@ -186,6 +201,18 @@ def cast_launch() -> type[Any]:
     with _triton("casting on a GPU", "quantlab.formats casts without"):
         from quantlab_kernels.casts import TileLaunch
     launch: type[Any] = TileLaunch
+    return launch
+
+
+def scan_launch() -> type[Any]:
+    """Hand out the launch parameters of the Triton scan, for sweeps.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("the scan on a GPU", "choose implementation='torch' to run the slower one"):
+        from quantlab_kernels.scan import ScanLaunch
+    launch: type[Any] = ScanLaunch
     return launch
 
 

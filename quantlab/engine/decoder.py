@@ -15,7 +15,8 @@ runs eagerly on `quantlab.replay.RowwiseCache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,6 +160,7 @@ class Decoder:
             )
             self._tokens = torch.zeros((rows, 1), dtype=torch.int64, device=m.device)
         self.implementation = dispatch.implementation_name(build)
+        self._conv = dispatch.decode_conv() if on_cuda else None
         self._graph: Any = None
         self._warm = False
         self._logits: Tensor | None = None
@@ -271,6 +273,8 @@ class Decoder:
             stack.enter_context(full_fp32())
             stack.enter_context(self.cache.attending())
             stack.enter_context(replaced(self.m, self._handle))
+            if self._conv is not None:
+                stack.enter_context(_convolved(self.m, self._conv))
             yield
 
     def _forward(self) -> Tensor:
@@ -301,3 +305,15 @@ class Decoder:
                 f"graph: {error}. Run without graphs (graphs=False)"
             ) from error
         return graph
+
+
+@contextmanager
+def _convolved(m: LoadedModel, step: Callable[..., Tensor]) -> Iterator[None]:
+    """Have a model's family take one token's short convolution by `step` inside the block."""
+    module = importlib.import_module(m.family.module)
+    own = module.causal_conv1d_update
+    module.causal_conv1d_update = step  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.causal_conv1d_update = own  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +16,7 @@ from tests.models.tiny import tiny
 from quantlab_kernels import decode_states  # isort: skip
 from quantlab_kernels.decode import LayerCache  # isort: skip
 from quantlab_kernels.decode_attention import DecodeAttention  # isort: skip
+from quantlab_kernels.decode_conv import conv_step  # isort: skip
 
 pytestmark = MARKS
 PROMPT = 6
@@ -96,6 +99,28 @@ def test_attention_to_each_rows_own_length(
         score = 0.3 * q[row].view(key_heads, group, d) @ keys.mT
         want = (score.softmax(-1) @ values).view(heads, dv)
         assert (ours[row] - want).abs().max() < 2e-6 * values.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("size, bias, activation", [(4, True, "silu"), (3, False, None)])
+def test_convolution_is_transformers(
+    family: str, size: int, bias: bool, activation: str | None
+) -> None:
+    module = importlib.import_module(tiny(family, **SMALL[family]).family.module)
+    g = torch.Generator().manual_seed(4)
+    rows, channels = 3, 700
+    wide = torch.randn(rows, 1, 2 * channels, generator=g)
+    x = wide[..., 5 : 5 + channels].transpose(1, 2).to(DEVICE)  # as projections come
+    window = torch.randn(rows, channels, size, generator=g).to(DEVICE)
+    weight = torch.randn(channels, size, generator=g).to(DEVICE)
+    own = torch.randn(channels, generator=g).to(DEVICE) if bias else None
+    theirs = window.clone()
+    want = module.causal_conv1d_update(x, theirs, weight, own, activation)
+    got = conv_step(x, window, weight, own, activation)
+    assert torch.equal(window, theirs)
+    assert (got - want).abs().max() < 1e-6 * want.abs().max()
+    with pytest.raises(ValueError, match="one token and silu"):
+        conv_step(x, window, weight, own, "gelu")
 
 
 class Asked(TorchDispatchMode):
