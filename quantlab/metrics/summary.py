@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -206,9 +207,15 @@ def resampled(
     Returns:
         [k, resamples].
     """
-    streams = per_stream.shape[1]
-    draws = np.random.Generator(np.random.Philox(seed)).integers(streams, size=(resamples, streams))
-    # how often each stream was drawn: a product instead of a [policies, resamples, streams] gather
-    counts = np.stack([(draws == s).sum(axis=1) for s in range(streams)]) / streams
-    means: Array = per_stream @ counts
+    means: Array = per_stream @ _weights(per_stream.shape[1], resamples, seed)
     return means
+
+
+@cache
+def _weights(streams: int, resamples: int, seed: int) -> Array:
+    """Weights of streams in every resample, [streams, resamples]: how often each was drawn.
+
+    A product with them replaces a [policies, resamples, streams] gather.
+    """
+    draws = np.random.Generator(np.random.Philox(seed)).integers(streams, size=(resamples, streams))
+    return np.stack([(draws == s).sum(axis=1) for s in range(streams)]) / streams

@@ -120,9 +120,9 @@ def test_order_that_turns_round_and_parts_that_do_not_add_up():
 
 
 def test_a_run_resumes_and_is_drawn(tmp_path):
-    spec = attribution_spec("tiny-gdn", **FIELDS)
+    spec = attribution_spec("tiny-gdn", layers=[1, 2], **FIELDS)
     whole = run_attribution(spec, tmp_path / "whole", backend=FakeBackend())
-    assert whole.units.num_rows == 5 * 6 and whole.sums.num_rows == 6
+    assert whole.units.num_rows == 3 * 6 and whole.sums.num_rows == 6
 
     def die(event, t):
         if event == "segment" and t == 300:
