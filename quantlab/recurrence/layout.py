@@ -70,8 +70,10 @@ def cut(inputs: OpInputs, n: int) -> Windows:
     group = heads // key_heads
     shape = (count, rows, key_heads, group, 2 * n, inputs.dk)
     keys_queries = torch.empty(shape, dtype=dtype, device=inputs.k.device)
-    for x, into in ((inputs.k, keys_queries[..., :n, :]), (inputs.q, keys_queries[..., n:, :])):
+    for x, where in ((inputs.k, slice(0, n)), (inputs.q, slice(n, 2 * n))):
         x = x.reshape(rows, count, n, key_heads, inputs.dk).permute(1, 0, 3, 2, 4)
+        # Taken here: a view from before the first copy would be a leaf, and have no gradient.
+        into = keys_queries[..., where, :]
         into.copy_(x.unsqueeze(3).expand_as(into))
     return Windows(
         keys_queries=keys_queries.view(count, rows * heads, 2 * n, inputs.dk),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from quantlab.recurrence import decays, exact_scan, textbook, window
+from quantlab.recurrence import OpInputs, decays, exact_scan, textbook, window
 from tests.recurrence.sampling import KINDS, relative, sample_inputs
 
 # FP64: the two forms differ by the order of at most 64·dk additions, about 1e-15·√(64·128) of the
@@ -68,16 +72,24 @@ def test_minus_infinity_is_a_reset(kind: str) -> None:
     assert relative(s, s_ref) < FP64
 
 
-def test_is_differentiable() -> None:
-    inputs = sample_inputs("gdn", steps=20)
-    v = inputs.v.clone().requires_grad_()
-    inputs = type(inputs)(q=inputs.q, k=inputs.k, v=v, log_decay=inputs.log_decay, beta=inputs.beta)
-    exact_scan(inputs, chunk=8)[0].square().sum().backward()
-    assert v.grad is not None
-    by_scan = v.grad.clone()
-    v.grad = None
-    textbook(inputs)[0].square().sum().backward()
-    assert relative(by_scan, v.grad) < FP64
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_differentiable_in_every_input(kind: str) -> None:
+    inputs = sample_inputs(kind, steps=20)
+    names = ("q", "k", "v", "log_decay", "beta", "dt")
+
+    def gradients(scan: Callable[[OpInputs], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        found = {
+            n: x.clone().requires_grad_() for n in names if (x := getattr(inputs, n)) is not None
+        }
+        o, state = scan(replace(inputs, **found))
+        (o.square().sum() + state.square().sum()).backward()
+        return {n: x.grad for n, x in found.items() if x.grad is not None}
+
+    want = gradients(textbook)
+    got = gradients(lambda x: exact_scan(x, chunk=8))
+    assert got.keys() == want.keys() and len(want) == 5
+    for name, gradient in want.items():
+        assert relative(got[name], gradient) < FP64, name
 
 
 def test_leaves_its_inputs_alone() -> None:
