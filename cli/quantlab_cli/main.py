@@ -26,6 +26,7 @@ COMMANDS = {
     "ablate": ("ablate", "Change rounding, window or corrections alone, and compare."),
     "propagate": ("propagate", "Watch how stored states drift from exact ones, head by head."),
     "attribute": ("attribute", "Which layers or heads a policy's KL comes from."),
+    "predict": ("predict", "Predict KL from calibration statistics, and say how well."),
     "eval": ("eval", "Accuracy of long generations, by FP32 output length."),
     "bins": ("bins", "Bin finished accuracy runs again."),
     "report": ("report", "Draw figures and page of a run again, finished or not."),
