@@ -423,7 +423,7 @@ class LayerCache:
         tiles = -(-unit * read.dv // cut.block_v)
         parts = -(-tiles // cut.tiles)
         tensors, strides = self._sources(inputs, out)
-        replay_step_kernel[(plan.capacity * (read.heads // unit) * parts,)](
+        replay_step_kernel[(parts, read.heads // unit, plan.capacity)](
             *tensors,
             read.words,
             read.scales,
@@ -440,8 +440,6 @@ class LayerCache:
             self.key_heads,
             read.dv,
             read.slot_states,
-            window - 1,
-            read.heads * (window - 1),
             *strides,
             L=window,
             BLOCK_L=max(16, triton.next_power_of_2(window)),
@@ -449,7 +447,6 @@ class LayerCache:
             DK=read.dk,
             COLUMNS=max(32, read.dk),
             WIDTH=min(cut.width, read.dk),
-            HEADS_PER_KEY=group,
             TILES=cut.tiles,
             SPAN=spanned_heads(cut.block_v, dv=read.dv, most=unit),
             WARPS=cut.warps,
@@ -509,13 +506,10 @@ class LayerCache:
             self.layer,
             plan.capacity,
             recur.heads,
-            recur.heads // self.key_heads,
             self.key_heads,
             recur.dv,
             recur.slot_states,
             read.slot_states,
-            window - 1,
-            recur.heads * (window - 1),
             *strides,
             L=window,
             BLOCK_V=cut.block_v,

@@ -110,36 +110,39 @@ def _ordered_channels(C: tl.constexpr, WIDTH: tl.constexpr):
 def _columns(x):
     """Take [V, N] apart into a tuple of N columns [V]."""
     V: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
     parts = (x,)
-    for level in tl.static_range(levels(x.shape[1])):
+    for level in tl.static_range(levels(N)):
         left = ()
         right = ()
         for p in tl.static_range(len(parts)):
-            pairs = tl.reshape(parts[p], [V, x.shape[1] >> (level + 1), 2])
-            even, odd = tl.split(pairs)
+            even, odd = tl.split(tl.reshape(parts[p], [V, N >> (level + 1), 2]))
             left = left + (even,)  # noqa: RUF005 (kernels know no unpacking)
             right = right + (odd,)  # noqa: RUF005
         parts = left + right  # so that parts lie in the order of their first columns
-    return parts
+    columns = ()
+    for p in tl.static_range(N):
+        columns = columns + (tl.reshape(parts[p], [V]),)  # noqa: RUF005
+    return columns
 
 
 @triton.jit
 def _joined(columns):
-    """Put columns [V, 1] together: [V, N]."""
+    """Put columns [V] together: [V, N]."""
     N: tl.constexpr = len(columns)
     parts = columns
     for level in tl.static_range(levels(N)):
         wholes = ()
         for p in tl.static_range(N >> (level + 1)):
-            pair = tl.join(parts[p], parts[p + (N >> (level + 1))])
-            wholes = wholes + (tl.reshape(pair, [pair.shape[0], 2 << level]),)  # noqa: RUF005
+            # the last axis is the lowest bit of a column's number, and comes last
+            wholes = wholes + (tl.join(parts[p], parts[p + (N >> (level + 1))]),)  # noqa: RUF005
         parts = wholes
-    return parts[0]
+    return tl.reshape(parts[0], [columns[0].shape[0], N])
 
 
 @triton.jit
 def _solve(target, couple_ptr, L: tl.constexpr):
-    """Solve (I + A) u = target forward, a state row to a lane: [V, BLOCK_L] both."""
+    """Solve (I + A) u = target forward for rows u, -A in memory: [N, BLOCK_L] both."""
     BLOCK_L: tl.constexpr = target.shape[1]
     columns = _columns(target)
     solved = ()
@@ -179,14 +182,11 @@ def replay_flush_kernel(
     seed,
     layer,
     n_rows,
-    heads,
-    heads_per_key,
-    key_heads,
-    dv,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    dv: tl.constexpr,
     slot_states,
     read_slot_states,
-    slot_records,
-    slot_logs,
     stride_q_row,
     stride_q_head,
     stride_k_row,
@@ -222,6 +222,9 @@ def replay_flush_kernel(
     couples_ptr: [programs, BLOCK_L, BLOCK_L] FP32, room for -A. WIDTH: four times the elements of a
     row that a lane fetches at once. WARPS: of the program.
     """
+    heads_per_key: tl.constexpr = heads // key_heads
+    slot_records: tl.constexpr = L - 1
+    slot_logs: tl.constexpr = heads * (L - 1)
     n_steps = tl.load(counts_ptr)
     n_flush = tl.load(counts_ptr + 1)
     parts = (dv + TILES * BLOCK_V - 1) // (TILES * BLOCK_V)
@@ -294,6 +297,9 @@ def replay_flush_kernel(
             tl.debug_barrier()  # the item before has been solved
             tl.store(couple_ptr + step[:, None] * BLOCK_L + step[None, :], couple)
             tl.debug_barrier()
+            # from what is left of values after the state's share to weighted corrections
+            target = tl.where(step[:, None] == step[None, :], strengths[:, None], 0.0)
+            solve = bf16_parts(_solve(target, couple_ptr, L) * to_end[None, :], 3)
 
         for tile in tl.range(0, TILES, num_stages=1):
             first = first0 + tile * BLOCK_V
@@ -344,8 +350,8 @@ def replay_flush_kernel(
             if REDERIVE:
                 foreseen = tl.where(last[None, :], of_k[:, None], foreseen) * from_start[None, :]
                 past = tl.where(last[None, :], v[:, None], past)
-                u = _solve((past - foreseen) * strengths[None, :], couple_ptr, L)
-                u = u * to_end[None, :]
+                nothing = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)
+                u = _add_products(nothing, bf16_parts(past - foreseen, 3), solve)
                 u_now = tl.sum(tl.where(last[None, :], u, 0.0), axis=1)
             else:
                 u = past * to_end[None, :]
@@ -361,6 +367,21 @@ def replay_flush_kernel(
             o = whole * of_q + tl.sum(u * met_q[None, :], axis=1)
             out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + value
             tl.store(out_ptrs, o, mask=in_v)
+            # met again rather than kept in registers: it was read a moment ago
+            S = load_state(
+                codes_ptr,
+                scales_ptr,
+                state_scale_ptr,
+                row0,
+                state,
+                dv - first,
+                FORMAT,
+                BLOCK_V,
+                DK,
+                WIDTH,
+                WARPS,
+            )
+            S = _to_products(S, WARPS)
             S = _add_products(S * whole, bf16_parts(u, 3), key_parts)
             S = tl.fma(u_now[:, None], k_ordered[None, :], S)
             S = _from_products(S, WIDTH, WARPS)

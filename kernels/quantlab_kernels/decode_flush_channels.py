@@ -57,14 +57,11 @@ def replay_flush_channels_kernel(
     seed,
     layer,
     n_rows,
-    heads,
-    heads_per_key,
-    key_heads,
-    dv,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    dv: tl.constexpr,
     slot_states,
     read_slot_states,
-    slot_records,
-    slot_logs,
     stride_q_row,
     stride_q_head,
     stride_k_row,
@@ -93,6 +90,9 @@ def replay_flush_channels_kernel(
     WRITTEN_RECORD: tl.constexpr,
 ):
     """Programs walk items (planned row, head, BLOCK_V rows of dv)."""
+    heads_per_key: tl.constexpr = heads // key_heads
+    slot_records: tl.constexpr = L - 1
+    slot_logs: tl.constexpr = heads * (L - 1)
     n_steps = tl.load(counts_ptr)
     n_flush = tl.load(counts_ptr + 1)
     parts = (dv + BLOCK_V - 1) // BLOCK_V

@@ -193,6 +193,28 @@ def _halves(pair, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _scaled_pair(pair, by):
+    """Multiply the two FP16 numbers of an int32 by those of another."""
+    if OPERAND == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [pair, by], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low = _halves(pair, "fp16") * _halves(by, "fp16")
+        low, high = tl.split(low)
+        low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _decoded(words, by, J: tl.constexpr, FORMAT: tl.constexpr):
+    pair = _pair(words, J, FORMAT)
+    if FORMAT == "nvfp4":
+        pair = _scaled_pair(pair, by)
+    return _halves(pair, FORMAT)
+
+
+@triton.jit
 def operand(
     codes,
     scales,
@@ -217,26 +239,23 @@ def operand(
     CODES: tl.constexpr = codes_per_word(FORMAT)
     HELD: tl.constexpr = words_per_lane(FORMAT, COLUMNS)
     PAIRS: tl.constexpr = CODES // 2
+    by = 0
+    if FORMAT == "nvfp4":
+        # scales as pairs of FP16, over the words that they belong to
+        EACH: tl.constexpr = max(1, HELD // 2)
+        s = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 16384.0
+        s = tl.where(scales == E4M3_NAN, float("nan"), s).to(tl.int16, bitcast=True)
+        s = s.to(tl.int32) & 0xFFFF
+        by = tl.broadcast_to((s | (s << 16))[:, :, :, None], [BLOCK_V, 4, EACH, HELD // EACH])
+        by = tl.reshape(by, codes.shape)
     if PAIRS == 1:
         x = _halves(codes, FORMAT)
     elif PAIRS == 2:
-        x = tl.join(
-            _halves(_pair(codes, 0, FORMAT), FORMAT), _halves(_pair(codes, 1, FORMAT), FORMAT)
-        )
+        x = tl.join(_decoded(codes, by, 0, FORMAT), _decoded(codes, by, 1, FORMAT))
     else:
-        even = tl.join(
-            _halves(_pair(codes, 0, FORMAT), FORMAT), _halves(_pair(codes, 2, FORMAT), FORMAT)
-        )
-        odd = tl.join(
-            _halves(_pair(codes, 1, FORMAT), FORMAT), _halves(_pair(codes, 3, FORMAT), FORMAT)
-        )
+        even = tl.join(_decoded(codes, by, 0, FORMAT), _decoded(codes, by, 2, FORMAT))
+        odd = tl.join(_decoded(codes, by, 1, FORMAT), _decoded(codes, by, 3, FORMAT))
         x = tl.join(even, odd)
-    if FORMAT == "nvfp4":
-        EACH: tl.constexpr = max(1, HELD // 2)
-        s = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 16384.0
-        s = tl.where(scales == E4M3_NAN, float("nan"), s)
-        x = tl.reshape(x, [BLOCK_V, 4, EACH, COLUMNS // (4 * EACH)])
-        x = x * s[:, :, :, None]
     W: tl.constexpr = lane_rows(BLOCK_V, WARPS)
     R: tl.constexpr = BLOCK_V // (16 * W)
     P: tl.constexpr = COLUMNS // (CODES * HELD * 4)

@@ -95,12 +95,10 @@ def replay_step_kernel(
     lines_ptr,
     counts_ptr,
     n_rows,
-    heads,
-    key_heads,
-    dv,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    dv: tl.constexpr,
     slot_states,
-    slot_records,
-    slot_logs,
     stride_q_row,
     stride_q_head,
     stride_k_row,
@@ -119,7 +117,6 @@ def replay_step_kernel(
     DK: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEADS_PER_KEY: tl.constexpr,
     TILES: tl.constexpr,
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,
@@ -131,25 +128,25 @@ def replay_step_kernel(
     KEY_RECORD: tl.constexpr,
     WRITTEN_RECORD: tl.constexpr,
 ):
-    """One program per (planned row, unit, TILES tiles of BLOCK_V of its state rows).
+    """One program per (TILES tiles of BLOCK_V state rows of a unit, unit, planned row).
 
     strength: beta of a delta rule, dt of Mamba-2. written: records of u, or of x without a delta
     rule. Records are [slots, L - 1, heads, width], scalar ones [slots, heads, L - 1]. SPAN: most
     heads that a tile's rows belong to. WARPS: of the program.
     """
+    HEADS_PER_KEY: tl.constexpr = heads // key_heads
     UNIT: tl.constexpr = 1 if PER_CHANNEL else HEADS_PER_KEY
-    rows = UNIT * dv  # of a unit
-    parts = (rows + TILES * BLOCK_V - 1) // (TILES * BLOCK_V)
-    per_line = heads // UNIT * parts
-    line = tl.program_id(0) // per_line
-    within = tl.program_id(0) - line * per_line
+    rows: tl.constexpr = UNIT * dv  # of a unit
+    slot_records: tl.constexpr = L - 1
+    slot_logs: tl.constexpr = heads * (L - 1)
+    first0 = tl.program_id(0) * (TILES * BLOCK_V)
+    head0 = tl.program_id(1) * UNIT
+    line = tl.program_id(2)
     n_steps = tl.load(counts_ptr)
     row = tl.load(lines_ptr + ROW * n_rows + line).to(tl.int64)
     slot = tl.load(lines_ptr + SLOT * n_rows + line).to(tl.int64)
     count = tl.load(lines_ptr + COUNT * n_rows + line)
     if line < n_steps:
-        head0 = within // parts * UNIT
-        first0 = (within % parts) * (TILES * BLOCK_V)
         key_head = head0 // HEADS_PER_KEY
         record = slot * slot_records + count  # the token's
         state0 = (slot * slot_states + head0) * dv + first0
