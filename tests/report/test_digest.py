@@ -276,7 +276,7 @@ def test_page_is_made_of_the_runs(runs, tmp_path, capsys):
     assert links and all(link in names or link.startswith("#") for link in links)
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
-    assert "<td>not measured</td>" in html
+    assert '<td class="not-measured">not measured</td>' in html
 
 
 def test_runs_that_are_none_or_twice(runs, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from quantlab.report.claims.evidence import (
     Claim,
     Evidence,
@@ -60,8 +62,11 @@ def _uniform(e: Evidence) -> Finding | None:
     if not common:
         return unmeasured("no run of all four at L = 1")
     n = max(common)
-    kl = [curves[name][n] for name in UNIFORM]
-    text = ", ".join(f"{name} {number(x)}" for name, x in zip(UNIFORM, kl, strict=True))
+    kl = [math.inf if math.isnan(curves[name][n]) else curves[name][n] for name in UNIFORM]
+    text = ", ".join(
+        f"{name} {'div.' if math.isinf(x) else number(x)}"
+        for name, x in zip(UNIFORM, kl, strict=True)
+    )
     return Finding(ours=f"KL {where(n)}: {text}", verdict=verdict(kl == sorted(kl)))
 
 
@@ -129,7 +134,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         text="uniform formats at L = 1 harm in the order BF16, INT8, FP8, INT4",
         source="DAMP",
-        judge=_uniform,
+        judge=only(*DELTA)(_uniform),
     ),
     beyond(
         "6 bits allocated by lifetime and fitted by key row lose nothing (excess NLL 0.0011)",

@@ -364,7 +364,22 @@ THEORY = (
         ),
     ),
     Claim(
-        text="delta rule, SR: the same is an upper bound",
+        text="Mamba-2: with the bias of a write, b Σγ, added (SR is biased where NVFP4 clips), "
+        "D² is what theory says (rule: within 10 %)",
+        source="C.6",
+        judge=only("mamba2")(
+            watched("shared nvfp4-sr", "predicted_ratio", lambda x: abs(x - 1) <= 0.1)
+        ),
+    ),
+    Claim(
+        text="the same, RTN",
+        source="C.6",
+        judge=only("mamba2")(
+            watched("shared nvfp4", "predicted_ratio", lambda x: abs(x - 1) <= 0.1)
+        ),
+    ),
+    Claim(
+        text="delta rule, SR: Σγ²σ² is an upper bound",
         source="C.6",
         judge=only(*DELTA)(watched("shared nvfp4-sr", "independent_ratio", lambda x: x <= 1)),
     ),
