@@ -30,6 +30,7 @@ from quantlab_kernels.rounding import (
     E4M3_MAX,
     INF_BITS,
     abs_bits,
+    largest_size,
     round_bf16,
     round_fp16,
     round_magnitude,
@@ -271,7 +272,9 @@ def _rounded(y, words, QMAX: tl.constexpr, MAN: tl.constexpr, EMIN: tl.constexpr
 
 @triton.jit
 def _largest(x):
-    return tl.max(tl.max(tl.max(abs_bits(x), axis=2), axis=1), axis=0)
+    """Take the bits of each row's largest magnitude, above those of inf with a NaN."""
+    rows = tl.reduce(tl.reduce(x, 2, largest_size), 1, largest_size)
+    return abs_bits(rows)
 
 
 @triton.jit
@@ -318,7 +321,8 @@ def store_tile(
         WARPS: as `load_state`'s.
 
     Returns:
-        Bits of the largest magnitude: INF_BITS or more where what is stored is not finite.
+        [BLOCK_V] bits of each row's largest magnitude: INF_BITS or more where what is stored is
+        not finite.
     """
     row = fetched_rows(BLOCK_V, WARPS, WARPS > 0)
     inside = row < rows_left
@@ -358,7 +362,7 @@ def store_tile(
         code = (code & 0x7F) | ((code >> 4) & 0x80)  # the sign from bit 11 to bit 7
         tl.store(codes_ptr + place, code.to(tl.uint8), mask=mask)
         tl.store(scales_ptr + row0 + row, scale, mask=inside)
-        return tl.max(bits, axis=0)
+        return bits
     else:
         BLOCKS: tl.constexpr = DK // NVFP4_BLOCK
         blocks = tl.reshape(x, [BLOCK_V, BLOCKS, NVFP4_BLOCK])
@@ -392,7 +396,7 @@ def store_tile(
             mask=inside[:, None],
         )
         tl.store(state_scale_ptr + state, whole, mask=rows_left > 0)
-        return tl.max(tl.max(bits, axis=1), axis=0)
+        return tl.max(bits, axis=1)
 
 
 @triton.jit
@@ -401,8 +405,10 @@ def mark_diverged(diverged_ptr, slot, flush, largest):
 
     Programs and layers of one step write the same number, so their order does not matter.
     """
-    known = tl.load(diverged_ptr + slot)
-    tl.store(diverged_ptr + slot, flush, mask=(largest >= INF_BITS) & (known < 0))
+    place = diverged_ptr + slot + tl.zeros(largest.shape, tl.int32)
+    bad = largest >= INF_BITS
+    unknown = tl.load(place, mask=bad, other=0) < 0
+    tl.store(place, flush, mask=unknown)
 
 
 @triton.jit(do_not_specialize=["seed", "layer_copy"])
