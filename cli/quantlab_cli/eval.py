@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DEFAULT_POLICIES = ("shared:nvfp4-sr", "nvfp4/fp16-sr")
 ROWS = {"cpu": 32, "cuda": 256}
 AUTO = "auto"
+CONTEXT = 4096
+"""Tokens of RULER's contexts unless said."""
 LONGEST = 4096
 """Most tokens that a pilot for `--budget auto` tries of an embedded task; its longest solution."""
 
@@ -41,7 +43,7 @@ class Budget(Size):
     "tasks",
     multiple=True,
     help="chain, permutation, addition, recall (embedded), mmlu-pro, gpqa-diamond, math-level-5, "
-    "gsm8k or aime; repeatable.  [default: chain]",
+    "gsm8k, aime or ruler-… (quantlab ls tasks); repeatable.  [default: chain]",
 )
 @click.option("--suite", help="A named list of policies (quantlab ls suites).")
 @click.option(
@@ -59,6 +61,9 @@ class Budget(Size):
     type=Budget(),
     help="Output tokens; auto: 99th percentile of FP32's in a pilot.  [default: 1,024; "
     "benchmarks their own]",
+)
+@click.option(
+    "--context", type=SIZE, help="Tokens of RULER's prompt and output together.  [default: 4,096]"
 )
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the paper's, or 1]")
 @click.option("--top-p", type=float, help="[default: the paper's, or 0.95]")
@@ -141,6 +146,7 @@ def make_spec(**options: Any) -> EvalSpec:
         UsageError: for a name that does not exist, or options that contradict each other.
     """
     from quantlab.data.benchmarks.benchmark import BENCHMARKS, load_benchmark, paper_sampling
+    from quantlab.data.ruler import RULER, ruler_tasks
     from quantlab.models.source import resolve
     from quantlab.replay.policy import parse_policy, suite
     from quantlab.study.accuracy_spec import EvalSpec, task_or_fail
@@ -158,23 +164,33 @@ def make_spec(**options: Any) -> EvalSpec:
     found += [given("--policy", lambda t: parse_policy(t, window=window), text) for text in named]
     resolve(options["model"])
     public = [load_benchmark(task) for task in tasks if task in BENCHMARKS]
+    long = [ruler_tasks()[task] for task in tasks if task in RULER]
     if public and len(tasks) > 1:
         raise UsageError(
             "--task: a public benchmark has a budget and repetitions of its own; run it alone"
+        )
+    if long and len(long) < len(tasks):
+        raise UsageError(
+            "--task: RULER's tasks are greedy and of one context length; run them alone"
         )
     protocol = {"temperature": 1.0, "top_p": 0.95} | paper_sampling(options["model"])
     protocol |= {"budget": 1024, "repetitions": 1, "limit": 6}
     if public:
         protocol |= {"budget": public[0].budget, "repetitions": public[0].repetitions}
         protocol.pop("limit")
+    if long:
+        budget = max(settings["budget"] for settings in long)
+        protocol = {"temperature": 0.0, "budget": budget, "limit": long[0]["questions"]}
+        protocol["context"] = CONTEXT
     asked = {
         name: options[name]
         for name in (
-            "limit", "repetitions", "budget", "temperature", "top_p", "top_k", "presence_penalty",
+            "limit", "repetitions", "budget", "context", "temperature", "top_p", "top_k",
+            "presence_penalty",
         )
         if options[name] is not None and options[name] != AUTO
     }  # fmt: skip
-    if options["budget"] == AUTO and not public:
+    if options["budget"] == AUTO and not public and not long:
         asked["budget"] = LONGEST
     values = {"limit": None, **protocol, **asked}
     device = _device(options["device"])

@@ -81,11 +81,19 @@ def _data() -> Listing:
 
 def _tasks() -> Listing:
     from quantlab.data.benchmarks.benchmark import BENCHMARKS, load_benchmark
+    from quantlab.data.ruler import ruler_tasks
     from quantlab.data.tasks import TASKS
 
     listed = [{"name": t.name, "about": f"embedded: {t.summary}"} for t in TASKS.values()]
     public = [load_benchmark(name) for name in BENCHMARKS]
-    return [*listed, *({"name": b.name, "about": f"{b.summary}; {b.licence}"} for b in public)]
+    listed += [{"name": b.name, "about": f"{b.summary}; {b.licence}"} for b in public]
+    return [
+        *listed,
+        *(
+            {"name": n, "about": f"RULER, made here: {t['summary']}"}
+            for n, t in ruler_tasks().items()
+        ),
+    ]
 
 
 LISTINGS: dict[str, Callable[[], Listing]] = {

@@ -25,6 +25,7 @@ class _Arm:
     def __init__(self, rows: pa.Table) -> None:
         self.policy = rows["policy"][0].as_py()
         self.length: Ints = rows["length"].to_numpy().astype(np.int64)
+        self.share = rows["share"].to_numpy()
         self.graded: Bools = rows["graded"].to_numpy(zero_copy_only=False).astype(bool)
         finish = np.array(rows["finish"].to_pylist(), dtype=object)
         self.truncated: Bools = finish == "budget"
@@ -87,6 +88,7 @@ def _cells(
         "low": low,
         "high": high,
         "as_graded": found.as_graded.mean,
+        "share": float(arm.share[inside].mean()),
         "finished_only": found.finished_only.mean,
         "truncated": clustered(arm.truncated[inside], ids).mean,
         "diverged": clustered(arm.diverged[inside], ids).mean,
@@ -130,7 +132,8 @@ def summary_table(rows: pa.Table, *, margin: float = MARGIN) -> pa.Table:
 
     Returns:
         A row a task and arm: accuracy (a truncated answer is wrong) with clustered error and
-        Wilson's interval, `as_graded`, `finished_only`, shares of truncated, diverged and
+        Wilson's interval, `as_graded`, `share` (of several answers asked for, whatever the finish:
+        RULER's own score), `finished_only`, shares of truncated, diverged and
         collapsed outputs, how many ended how (`ends`: which stop id, or what else), the paired
         change with its interval, exact p and verdict, the share of flipped grades and of outputs
         identical to the reference's, and where and at what margin (nats) the others leave it.

@@ -164,7 +164,8 @@ def _run(
         from quantlab.models import load_model
 
         m = load_model(spec.model, device=spec.device, dtype=spec.dtype)
-    text = Texts(m, asked)
+    text = Texts(m, asked, spec.room)
+    asked = text.asked
     record = {
         "study": "eval",
         "spec_version": SPEC_VERSION,

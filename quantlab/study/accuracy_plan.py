@@ -47,8 +47,7 @@ def find_budget(spec: EvalSpec, *, model: LoadedModel | None = None) -> int:
     limit = PILOT_QUESTIONS if spec.limit is None else min(spec.limit, PILOT_QUESTIONS)
     pilot = replace(spec, limit=limit, repetitions=1, policies=(), seed=spec.seed + 2)
     m = _model(spec, model)
-    asked = ask(pilot)
-    run = generation_run(pilot, m, Texts(m, asked), arms=[1])
+    run = generation_run(pilot, m, Texts(m, ask(pilot), pilot.room), arms=[1])
     found = list(run.run())
     finished = sum(g.finish == "stop" for g in found)
     if 2 * finished < len(found):
@@ -74,10 +73,12 @@ def plan_eval(spec: EvalSpec, *, model: LoadedModel | None = None) -> dict[str, 
     """
     asked = ask(spec)
     m = _model(spec, model)
+    text = Texts(m, asked, spec.room)
+    asked = text.asked
     arms = len(spec.arms)
     generations = arms * len(asked) * spec.repetitions
     tokens = arms * spec.repetitions * sum(_expected(a, spec) for a in asked)
-    step, rows = _trial(spec, m, asked)
+    step, rows = _trial(spec, m, text)
     return {
         "arms": f"{arms}: FP32 three times, {len(spec.policies)} policies",
         "questions": ", ".join(
@@ -97,9 +98,9 @@ def _expected(a: Asked, spec: EvalSpec) -> int:
     return len(a.source.solution) + 1 if isinstance(a.source, Problem) else spec.budget // 2
 
 
-def _trial(spec: EvalSpec, m: LoadedModel, asked: list[Asked]) -> tuple[float, int]:
+def _trial(spec: EvalSpec, m: LoadedModel, text: Texts) -> tuple[float, int]:
     """Seconds of a step, and how many rows are busy in it."""
-    run = generation_run(spec, m, Texts(m, asked))
+    run = generation_run(spec, m, text)
     marks: list[tuple[int, float]] = []
 
     class Enough(Exception):

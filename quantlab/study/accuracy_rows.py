@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from quantlab.data.benchmarks.extraction import Thinking, final_text
+from quantlab.data.ruler import RulerItem
 from quantlab.data.tasks import Problem, extract
 from quantlab.metrics.collapse import collapse
 from quantlab.study.accuracy_spec import Asked, EvalSpec
@@ -58,6 +59,7 @@ SCHEMA = pa.schema(
         _field("answer", pa.string(), "answer found in the output", nullable=True),
         _field("graded", pa.bool_(), "the answer is right, whatever the finish"),
         _field("verdict", pa.string(), "right, wrong, none, timeout or error"),
+        _field("share", pa.float32(), "of the answers asked for that are in the output"),
         _field("correct", pa.bool_(), "right and finished by itself: what accuracy counts"),
         _field("collapse", pa.string(), "loop, run or no text at the end", nullable=True),
         _field("collapse_start", pa.int32(), "token where it begins", nullable=True),
@@ -203,10 +205,11 @@ def finish_rows(
     outputs = _outputs(parts)
     arms = spec.arms
     reference = {g.key: g for g in outputs if arms[g.arm][0] == "reference"}
-    found, answers = [], []
+    found: list[dict[str, Any]] = []
+    answers = []
     for g in outputs:
         question = asked[g.asked]
-        answer, verdict = _graded(decode(g.tokens), question, thinking)
+        answer, verdict, share = _graded(decode(g.tokens), question, thinking)
         answers.append(answer)
         name, policy, _ = arms[g.arm]
         broken = collapse(g.tokens, no_text)
@@ -223,6 +226,7 @@ def finish_rows(
                 "stop_id": g.stop_id,
                 "answer": answer,
                 "verdict": verdict,
+                "share": share,
                 "collapse": None if broken is None else broken.kind,
                 "collapse_start": None if broken is None else broken.start,
                 "left_at": left_at,
@@ -236,6 +240,8 @@ def finish_rows(
         found[i]["verdict"] = verdict
     for row in found:
         row["graded"] = row["verdict"] == "right"
+        if row["share"] is None:
+            row["share"] = float(row["graded"])
         row["correct"] = row["graded"] and row["finish"] == "stop"
     metadata = {"quantlab.schema": SCHEMA_VERSION, "quantlab.spec": json.dumps(spec.to_json())}
     rows = pa.Table.from_pylist(found, schema=SCHEMA.with_metadata(metadata))
@@ -256,19 +262,29 @@ def _outputs_table(outputs: Sequence[_Output], spec: EvalSpec, asked: Sequence[A
     return pa.Table.from_arrays(arrays, schema=OUTPUTS)
 
 
-def _graded(text: str, question: Asked, thinking: Thinking | None) -> tuple[str | None, str | None]:
-    """(answer, verdict) of an output; a verdict of None is mathematics, to be graded."""
+def _graded(
+    text: str, question: Asked, thinking: Thinking | None
+) -> tuple[str | None, str | None, float | None]:
+    """(answer, verdict, share) of an output.
+
+    A verdict of None is mathematics, to be graded; a share of None is that of the verdict.
+    """
     source = question.source
     if isinstance(source, Problem):
         answer = extract(text)
     else:
         final = final_text(text, thinking)
+        if isinstance(source, RulerItem):
+            found = source.found(final or "")
+            share = len(found) / len(source.references)
+            verdict = "right" if share == 1 else "wrong" if found else "none"
+            return ", ".join(found) or None, verdict, share
         answer = None if final is None else source.extract(final)
         if answer is not None and not source.options:
-            return answer, None
+            return answer, None, None
     if answer is None:
-        return None, "none"
-    return answer, "right" if answer == question.gold else "wrong"
+        return None, "none", None
+    return answer, "right" if answer == question.gold else "wrong", None
 
 
 def _left(reference: _Output | None, g: _Output) -> tuple[int | None, float | None]:

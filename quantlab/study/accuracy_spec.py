@@ -15,18 +15,19 @@ from quantlab.data.benchmarks.benchmark import (
     load_benchmark,
     load_items,
 )
+from quantlab.data.ruler import RULER, RulerItem, ruler_items, ruler_tasks
 from quantlab.data.tasks import EVALUATION_SEED, TASKS, Problem, task_named
 from quantlab.errors import RunError, UsageError
 from quantlab.replay.policy import Policy, parse_policy
 
 SPEC_VERSION = 1
 REFERENCE = parse_policy("conventional:fp32")
-SLOT = 1 << 16
+SLOT = 1 << 15
 """Question ids of a task: its place in the lists below, times this, plus the question's index. So a
 draw does not depend on which other tasks are asked."""
 SEARCH = 1_000
 """Problems looked at for ones that fit the budget: this many, and a tenth as many per question."""
-KNOWN = (*TASKS, *BENCHMARKS)
+KNOWN = (*TASKS, *BENCHMARKS, *RULER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class EvalSpec:
         top_p: kept probability.
         top_k: kept tokens; 0 for all.
         presence_penalty: on tokens already written.
+        context: tokens of prompt and output of RULER's tasks; for those alone.
         rows: rows of every forward.
         margin: of the equivalence test, as a share of the questions.
         device: "cpu", "cuda" or "cuda:i".
@@ -64,13 +66,14 @@ class EvalSpec:
     top_p: float = 0.95
     top_k: int = 0
     presence_penalty: float = 0.0
+    context: int | None = None
     rows: int = 32
     margin: float = 0.01
     device: str = "cpu"
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("limit", "repetitions", "budget", "rows"):
+        for name in ("limit", "repetitions", "budget", "context", "rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name} must be positive (got {value})")
@@ -86,11 +89,25 @@ class EvalSpec:
             task_or_fail(task)
             if self.limit is None:
                 raise UsageError(f"--limit: {task} has no end; say how many problems")
+        long = [task for task in self.tasks if task in RULER]
+        if bool(long) != (self.context is not None):
+            raise UsageError(
+                f"--context: {long[0]} needs one" if long else "--context is for RULER's tasks"
+            )
+        if self.context is not None and self.context <= self.budget:
+            raise UsageError(
+                f"--context {self.context:,} has no room beside --budget {self.budget:,}"
+            )
         names = [str(policy) for policy in self.policies]
         if len(set(names)) < len(names) or str(REFERENCE) in names:
             raise UsageError(
                 f"policies are listed once each, without {REFERENCE.short}, which rides along"
             )
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that a prompt of RULER's may have."""
+        return None if self.context is None else self.context - self.budget
 
     @property
     def arms(self) -> list[tuple[str, Policy, int]]:
@@ -137,12 +154,15 @@ def task_or_fail(name: str) -> None:
     Raises:
         UsageError: with the known ones, embedded and public.
     """
-    if name in BENCHMARKS:
+    if name in BENCHMARKS or name in RULER:
         return
     try:
         task_named(name)
     except UsageError as error:
-        raise UsageError(f"{error} Benchmarks: {', '.join(BENCHMARKS)}") from error
+        raise UsageError(f"{error} Benchmarks: {', '.join((*BENCHMARKS, *RULER))}") from error
+
+
+Source = Problem | Item | RulerItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +173,14 @@ class Asked:
         id: keys its draws.
         task: name.
         question: index within the task.
-        source: the embedded problem, or the benchmark's item.
+        source: the embedded problem, or the benchmark's item; RULER's have a prompt once they are
+            fitted to a model's tokens.
     """
 
     id: int
     task: str
     question: int
-    source: Problem | Item
+    source: Source
 
     @property
     def gold(self) -> str:
@@ -176,10 +197,13 @@ def ask(spec: EvalSpec) -> list[Asked]:
     """
     found: list[Asked] = []
     for task in spec.tasks:
-        sources: list[tuple[int, Problem | Item]] = []
+        sources: list[tuple[int, Source]] = []
         if task in BENCHMARKS:
             items = load_items(load_benchmark(task))[: spec.limit]
             sources += [(item.id, item) for item in items]
+        elif task in RULER:
+            assert spec.limit is not None
+            sources += [(item.id, item) for item in ruler_items(task, spec.limit)]
         else:
             assert spec.limit is not None
             looked_at = min(SLOT, SEARCH + SEARCH // 10 * spec.limit)
@@ -211,5 +235,7 @@ def describe(asked: list[Asked]) -> dict[str, Any]:
         if task in BENCHMARKS:
             b: Benchmark = load_benchmark(task)
             entry |= {"source": f"{b.repository}@{b.revision}", "licence": b.licence}
+        if task in RULER:
+            entry |= {key: ruler_tasks()[task][key] for key in ("source", "licence")}
         found[task] = entry
     return found

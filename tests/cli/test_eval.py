@@ -14,8 +14,8 @@ SMALL = ["--limit", "1", "--budget", "60", "--rows", "4", "--device", "cpu", "--
 OPTIONS = {
     "model": "tiny-gdn", "tasks": (), "suite": None, "policies": (), "window": 16, "limit": None,
     "repetitions": None, "budget": None, "temperature": None, "top_p": None, "top_k": None,
-    "presence_penalty": None, "seed": 0, "margin": 1.0, "rows": None, "device": "cpu",
-    "dtype": None,
+    "presence_penalty": None, "context": None, "seed": 0, "margin": 1.0, "rows": None,
+    "device": "cpu", "dtype": None,
 }  # fmt: skip
 
 
@@ -72,6 +72,9 @@ def test_bins_again(run, capsys):
         (["-M", "tiny-gdn", "--policy", "shared:nvfp5"], 2, "--policy"),
         (["-M", "tiny-gdn", "--suite", "replaysm"], 2, "replayssm"),
         (["-M", "tiny-gdn", "--task", "gsm8k", "--task", "chain"], 2, "run it alone"),
+        (["-M", "tiny-gdn", "--task", "ruler-single-1", "--task", "chain"], 2, "run them alone"),
+        (["-M", "tiny-gdn", "--context", "4K"], 2, "for RULER's tasks"),
+        (["-M", "tiny-gdn", "--task", "ruler-single-1", "--context", "100"], 2, "no room"),
         (["-M", "tiny-gdn", "--top-p", "0"], 2, "top-p"),
         (["-M", "tiny-gdn", "--device", "gpu"], 2, "cuda:<index>"),
     ],
@@ -126,5 +129,7 @@ def test_defaults_follow_the_protocol():
     names = ("temperature", "top_p", "top_k", "presence_penalty")
     settings = Sampling(**{n: getattr(qwen, n) for n in names})
     assert settings == Sampling(top_p=0.95, top_k=20, presence_penalty=1.5)
+    long = make_spec(**OPTIONS | {"model": "qwen3.5-4b", "tasks": ("ruler-single-1",)})
+    assert (long.temperature, long.limit, long.budget, long.context) == (0, 100, 128, 4096)
     own = make_spec(**OPTIONS | {"suite": "replayssm", "temperature": 0.0, "margin": 2.0})
     assert len(own.policies) == 9 and own.temperature == 0 and own.margin == 0.02

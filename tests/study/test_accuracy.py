@@ -1,6 +1,7 @@
 """Accuracy studies: rows, tables, resuming, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from quantlab.study.accuracy_rows import (
     part_table,
 )
 from quantlab.study.accuracy_spec import Asked, EvalSpec, ask, describe
+from quantlab.study.accuracy_text import Texts
 from quantlab.study.run import Interrupted
 from tests.models.tiny import tiny
 
@@ -54,9 +56,9 @@ def ids(text):
     return ByteTokenizer().encode(text).tolist()
 
 
-def scripted(spec, write):
+def scripted(spec, write, asked=None):
     """Parts as a run would leave them; `write(arm, asked, repetition)` gives (text, finish)."""
-    asked = ask(spec)
+    asked = ask(spec) if asked is None else asked
     rows = []
     for arm, _ in enumerate(spec.arms):
         for q, question in enumerate(asked):
@@ -318,6 +320,33 @@ def test_a_pilot_finds_the_lengths_of_fp32(model, monkeypatch):
     assert questions == 2 * accuracy_plan.PILOT_QUESTIONS
     with pytest.raises(UsageError, match="give a number"):
         play(Run([9] * 5, finish="budget"))
+
+
+def test_rulers_contexts_are_fitted_to_the_models_tokens(model, tmp_path):
+    spec = make_spec(
+        tasks=("ruler-variables", "ruler-single-1"), limit=1, repetitions=1, budget=4,
+        context=700, temperature=0.0, top_p=1.0,
+    )  # fmt: skip
+    text = Texts(model, ask(spec), spec.room)
+    lengths = [len(prompt) for prompt in text.prompts]
+    # a byte a token, and a unit of noise has a hundred
+    assert all(696 - 110 < n <= 696 for n in lengths)
+    rows = run_eval(spec, tmp_path / "r", model=model).rows
+    assert rows["share"].to_pylist() == [0.0] * 8 and set(rows["verdict"].to_pylist()) == {"none"}
+    said = text.asked[0].source.references
+    asked = [replace(text.asked[0], id=0)]
+
+    def write(arm, question, repetition):
+        return " ".join(said[:2] if arm == "repeat" else said), "stop"
+
+    spec = replace(spec, tasks=("ruler-variables",))
+    rows, _ = finish_rows(
+        scripted(spec, write, asked), spec, asked, thinking=None, grader=lambda p: [],
+        decode=lambda t: ByteTokenizer().decode(np.asarray(t, np.int64)),
+    )  # fmt: skip
+    table = {r["arm"]: r for r in summary_table(rows).to_pylist()}
+    assert table["repeat"]["share"] == pytest.approx(0.4) and table["repeat"]["accuracy"] == 0
+    assert table["reference"]["share"] == table["reference"]["accuracy"] == 1
 
 
 def test_problems_that_do_not_fit_are_not_asked():
