@@ -13,23 +13,37 @@ from quantlab_cli.types import SIZE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-STUDY = (
-    click.option("--model", "-M", required=True, help="Zoo name, preset, directory or hub id."),
-    click.option(
-        "--tokens",
-        "-N",
-        type=SIZE,
-        default=1024,
-        show_default=True,
-        help="Positions to measure to.",
-    ),
-    click.option("--data", help="books, pg19, or a .txt, .jsonl or folder.  [default: by model]"),
-    click.option("--prompt", type=SIZE, default=DEFAULT_PROMPT, show_default=True),
-    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
-    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations."),
-    click.option("--batch-rows", type=SIZE, help="Rows in a batch.  [default: what memory allows]"),
-    click.option("--segment", type=SIZE, help="Tokens of a row in one forward."),
-)
+
+def study_options(tokens: int) -> tuple[Callable[[F], F], ...]:
+    """Options of a model, its data and how it runs.
+
+    Args:
+        tokens: default of N, chosen so that the command's defaults take minutes on a CPU.
+    """
+    return (
+        click.option("--model", "-M", required=True, help="Zoo name, preset, directory or hub id."),
+        click.option(
+            "--tokens",
+            "-N",
+            type=SIZE,
+            default=tokens,
+            show_default=True,
+            help="Positions to measure to.",
+        ),
+        click.option(
+            "--data", help="books, pg19, or a .txt, .jsonl or folder.  [default: by model]"
+        ),
+        click.option("--prompt", type=SIZE, default=DEFAULT_PROMPT, show_default=True),
+        click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations."),
+        click.option(
+            "--batch-rows", type=SIZE, help="Rows in a batch.  [default: what memory allows]"
+        ),
+        click.option("--segment", type=SIZE, help="Tokens of a row in one forward."),
+    )
+
+
+STUDY = study_options(1024)
 STREAMS = (
     click.option("--streams", type=SIZE, help="Token streams.  [default: 4, or what there is]"),
 )
