@@ -89,6 +89,21 @@ def scan(ctx: click.Context, /, rows: int, tokens: int, slice_rows: int, **commo
 
 @bench.command()
 @_common
+@click.option("--only", default="", help="Models whose name contains this text.")
+@click.option("--budget", type=SIZE, default=256, show_default=True, help="Tokens of an output.")
+@click.pass_context
+def generation(ctx: click.Context, /, only: str, budget: int, **common: Any) -> int:
+    """Measure free-running generation: sampling, and rows that are replaced."""
+    bench_, quick = _prepare(ctx, **common)
+    from quantlab.bench.generation import generation_rows
+
+    size: dict[str, Any] = {"only": only, "budget": budget}
+    rows = generation_rows(bench_, quick=quick, **size)
+    return _report(ctx, "generation", rows, bench_, common, size)
+
+
+@bench.command()
+@_common
 @click.option("--streams", type=SIZE, default=4, show_default=True)
 @click.option("--tokens", type=SIZE, default=32_768, show_default=True)
 @click.pass_context
