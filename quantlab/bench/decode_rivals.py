@@ -106,14 +106,12 @@ def _inputs(shape: LayerShape, batch: int, device: torch.device) -> OpInputs:
 
 
 def _fla(shape: LayerShape, x: OpInputs) -> Rival:
-    group = shape.heads // shape.key_heads
-    q, k = (y.repeat_interleave(group, 2).contiguous() for y in (x.q, x.k))
     if shape.delta:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
         def delta(state: Tensor) -> Tensor:
             out: Tensor = fused_recurrent_gated_delta_rule(
-                q, k, x.v, g=x.log_decay, beta=x.beta, scale=1.0, initial_state=state,
+                x.q, x.k, x.v, g=x.log_decay, beta=x.beta, scale=1.0, initial_state=state,
                 output_final_state=True,
             )[0]  # fmt: skip
             return out[:, 0]
@@ -122,6 +120,8 @@ def _fla(shape: LayerShape, x: OpInputs) -> Rival:
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
     assert x.dt is not None
+    group = shape.heads // shape.key_heads  # this one takes a key head for every value head
+    q, k = (y.repeat_interleave(group, 2).contiguous() for y in (x.q, x.k))
     v = (x.dt[..., None] * x.v).to(torch.bfloat16)
 
     def plain(state: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def run(m, implementation, graphs=None, steps=5):
 
 # Logits over the largest: FP32 sums in another order, and code flips that follow (2e-5 each).
 # Mutants: draws by slot instead of stream 1e-2; a row's records left behind by its predecessor 0.1.
-@pytest.mark.parametrize("family", list(SMALL))
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_kernels_are_the_torch_states(family: str) -> None:
     m = tiny(family, **SMALL[family])
     want = run(m, "torch")
