@@ -73,9 +73,12 @@ def casts(ctx: click.Context, /, elements: int, sweep: bool, **common: Any) -> i
 @click.option("--rows", type=SIZE, default=48, show_default=True)
 @click.option("--tokens", type=SIZE, default=32_768, show_default=True)
 @click.option("--slice-rows", type=SIZE, default=12, show_default=True, help="Rows of one launch.")
+@click.option("--sweep", is_flag=True, help="Other launches of windowed policies too.")
 @click.pass_context
-def scan(ctx: click.Context, /, rows: int, tokens: int, slice_rows: int, **common: Any) -> int:
-    """Measure the scan of one layer against flash-linear-attention's chunk forward."""
+def scan(
+    ctx: click.Context, /, rows: int, tokens: int, slice_rows: int, sweep: bool, **common: Any
+) -> int:
+    """Measure the scan of one layer against flash-linear-attention's kernels."""
     common["repeats"] = min(common["repeats"], 8)
     bench_, quick = _prepare(ctx, **common)
     from quantlab.bench.scan import TINY, bench_scan
@@ -84,7 +87,9 @@ def scan(ctx: click.Context, /, rows: int, tokens: int, slice_rows: int, **commo
     shapes: dict[str, Any] = {}
     if quick:
         size, shapes = {"rows": 2, "tokens": 32, "slice_rows": 1}, {"shapes": (TINY,)}
-    return _report(ctx, "scan", bench_scan(bench_, **size, **shapes), bench_, common, size)
+    return _report(
+        ctx, "scan", bench_scan(bench_, sweep=sweep, **size, **shapes), bench_, common, size
+    )
 
 
 @bench.command()
@@ -135,7 +140,7 @@ def engine(ctx: click.Context, /, streams: int, tokens: int, **common: Any) -> i
     type=click.IntRange(0),
     default=12,
     show_default=True,
-    help="Processes that compile the kernels before they are timed; 0 for none.",
+    help="Kernels compiled at once before they are timed; 0 for none.",
 )
 @click.pass_context
 def decode(

@@ -163,7 +163,7 @@ def window_coefficients_kernel(
         beta_ptrs = beta_ptr + row * stride_beta_row + head * stride_beta_head
         beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
         couple = tl.where(earlier, couple, 0.0) * beta[:, None]
-        tl.store(couple_ptr + square, couple)
+        tl.store(couple_ptr + square, tl.trans(couple))
         if KEY_RECORD != "fp32":
             couple = tl.where(earlier, flush_couple, 0.0) * beta[:, None]
         # rows of (I + A)^-1 diag(beta) from the first down: x_i = beta_i e_i - sum_j A_ij x_j
@@ -184,7 +184,7 @@ class Coefficients:
         to_end: likewise, from after step i to after step L.
         weights: [R, H, W, B, B] FP32, [.., j, i] as in the module's docstring.
         own: [R, H, W, B] FP32.
-        couple: [R, H, W, B, B] FP32, [.., i, j]; empty without a delta rule.
+        couple: [R, H, W, B, B] FP32, [.., j, i]; empty without a delta rule.
         solve: [R, H, W, B, B] FP32, [.., j, i]; empty without a delta rule.
     """
 

@@ -13,10 +13,24 @@ there the result is right if b is a power of two or one of the constants 6, 7, 1
 reciprocals are off by at most 2**-54 so that fl64(a r) is exact (tests/kernels/test_division.py),
 and otherwise off by one step of 2**-149 at most, which no rounding to an element sees, unless the
 step is the one from zero, in one draw of 2**32.
+
+Where elements are many and conversions to FP64 are what binds (16 a clock of a multiprocessor, FP32
+operations 128), `quotient` divides by Newton's and Markstein's steps in FP32 with fused products,
+again correctly rounded. With the divisor scaled to d in [1, 2), two Newton steps from any estimate
+within 2 ulp give r = 1 / d correctly rounded for all 2**23 significands but the largest, which the
+maximum below mends (tests/kernels/test_division.py tries them all). An estimate q of x / d and its
+exact rest e = x - q d then give q + e r: the first time within 2**-22 ulp before it is rounded, so
+faithful, the second time correctly rounded (Markstein 1990, theorem 4.1). Results below 2**-126 may
+be off by a step, as above. The interpreter, which fuses nothing, divides by the FP64 reciprocal:
+the same bits.
+
+Source: Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor",
+IBM J. Res. Dev. 34(1), section on division.
 """
 
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 
 @triton.jit
@@ -29,3 +43,40 @@ def reciprocal(divisor):
 def divide(x, reciprocal_of_divisor):
     """Divide FP32 x by a divisor given as its FP64 reciprocal, rounded to nearest even."""
     return (x.to(tl.float64) * reciprocal_of_divisor).to(tl.float32)
+
+
+INTERPRETED = tl.constexpr(not isinstance(divide, JITFunction))
+LEAST_RECIPROCAL = tl.constexpr(0.5 + 2.0**-24)  # 1 / d of the largest d below 2
+
+
+@triton.jit
+def divisor(d):
+    """Prepare to divide by FP32 d >= 0; by 0 everything is 0.
+
+    Returns:
+        what `quotient` takes: a power of two, d times it, and the reciprocal of that.
+    """
+    if INTERPRETED:
+        return d, d, tl.where(d == 0.0, 0.0, reciprocal(d))
+    else:
+        # 2**(-e), and 2**127 and 2**-126 at the ends of the range
+        field = d.to(tl.int32, bitcast=True) & 0x7F800000
+        shift = tl.maximum((254 << 23) - field, 1 << 23).to(tl.float32, bitcast=True)
+        scaled = d * shift
+        r = 1.0 / scaled
+        r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
+        r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
+        r = tl.where(scaled < 2.0, tl.maximum(r, LEAST_RECIPROCAL), r)
+        return shift, scaled, tl.where(d == 0.0, 0.0, r)
+
+
+@triton.jit
+def quotient(x, shift, scaled, inverse):
+    """Divide FP32 x by a prepared `divisor`, rounded to nearest even."""
+    if INTERPRETED:
+        return divide(x, inverse)
+    else:
+        x = x * shift
+        q = x * inverse
+        q = tl.fma(tl.fma(-q, scaled, x), inverse, q)
+        return tl.fma(tl.fma(-q, scaled, x), inverse, q)

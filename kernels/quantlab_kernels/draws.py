@@ -13,6 +13,7 @@ Random123's philox.h.
 
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 COPY_STRIDE = tl.constexpr(1 << 24)  # counter word 3 = layer + COPY_STRIDE * copy
 ROUNDS = tl.constexpr(10)
@@ -49,6 +50,9 @@ def philox(seed, c0, c1, c2, c3):
         k0 = (k0 + WEYL_0).to(tl.uint32)
         k1 = (k1 + WEYL_1).to(tl.uint32)
     return c0, c1, c2, c3
+
+
+INTERPRETED = tl.constexpr(not isinstance(philox, JITFunction))
 
 
 @triton.jit
@@ -120,4 +124,71 @@ def tile_words(
         return tl.reshape(quad_words(seed, layer_copy, stream, flush, quad), [BLOCK_V, BLOCK_K])
     else:
         element = first_element + row * dk + tl.arange(0, BLOCK_K)[None, :]
+        return single_words(seed, layer_copy, stream, flush, element)
+
+
+@triton.jit
+def lane_channels(BLOCK_K: tl.constexpr):
+    """Order channels so that a lane of a tensor core's result holds four neighbours.
+
+    Such a lane holds columns 2 c and 2 c + 1 of every eight (c its place among four lanes). With
+    column 16 m + 8 h + 2 c + b standing for channel 16 m + 4 c + 2 h + b, its four columns of 16
+    are four channels in a row, which share a Philox call; groups of 16 stay together.
+
+    Returns:
+        int32 [BLOCK_K], the channel of each column.
+    """
+    column = tl.arange(0, BLOCK_K)
+    within = column % 16
+    return column - within + (within // 2 % 4) * 4 + (within // 8) * 2 + within % 2
+
+
+@triton.jit
+def lane_order(x):
+    """Put columns of [R, K] FP32 from the order of channels into that of `lane_channels`."""
+    R: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [R, K // 16, 4, 2, 2])  # [.., c, h, b]
+    return tl.reshape(tl.trans(x, 0, 1, 3, 2, 4), [R, K])
+
+
+@triton.jit
+def lane_words(after, first_element, draw, QUADS: tl.constexpr):
+    """Draw what `tile_words` does, columns in the order of `lane_channels`.
+
+    Args:
+        after: [V, K] FP32 in the layout of what is to be rounded: a lane draws the words of its own
+            elements, and not before this is there.
+        first_element: of the tile.
+        draw: seed, layer_copy, stream, flush and dk as for `tile_words`.
+        QUADS: dk, and so first_element, is a multiple of four.
+
+    Returns:
+        [V, K] uint32.
+    """
+    seed, layer_copy, stream, flush, dk = draw
+    V: tl.constexpr = after.shape[0]
+    K: tl.constexpr = after.shape[1]
+    row = tl.arange(0, V)[:, None]
+    if QUADS:
+        quad = first_element // 4 + row * (dk // 4) + tl.arange(0, K // 4)[None, :]
+        if not INTERPRETED:
+            # the sign of a square: 0, which a compiler cannot know, in the layout of a lane's quads
+            # (of NaN it may be another; what is not finite needs no draws)
+            places = tl.trans(tl.reshape(after, [V, K // 16, 2, 4, 2]), 0, 1, 3, 4, 2)
+            corner, _ = tl.split(places)
+            corner, _ = tl.split(corner)
+            corner = tl.reshape(corner, [V, K // 4])
+            quad += (corner * corner).to(tl.int32, bitcast=True) >> 31
+        c0 = quad.to(tl.uint32)
+        c1 = tl.full(c0.shape, flush, tl.uint32)
+        c2 = tl.full(c0.shape, stream, tl.uint32)
+        c3 = tl.full(c0.shape, layer_copy, tl.uint32)
+        w0, w1, w2, w3 = philox(seed, c0, c1, c2, c3)
+        # [.., b, h], words 2 h + b
+        words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+        words = tl.reshape(words, [V, K // 16, 4, 2, 2])
+        return tl.reshape(tl.trans(words, 0, 1, 4, 2, 3), [V, K])
+    else:
+        element = first_element + row * dk + lane_channels(K)[None, :]
         return single_words(seed, layer_copy, stream, flush, element)

@@ -36,6 +36,7 @@ E4M3_MAX = tl.constexpr(448.0)
 E2M1_MAX = tl.constexpr(6.0)
 FP16_MAX = tl.constexpr(65504.0)
 FP16_TO_INF = tl.constexpr(65520.0)  # nearest rounding overflows from here
+FP16_TO_INF_BITS = tl.constexpr(0x477FF000)
 BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 BF16_TO_INF_BITS = tl.constexpr(0x7F7F8000)  # likewise
 

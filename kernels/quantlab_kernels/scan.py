@@ -15,11 +15,17 @@ Rounding points, in the order they happen in a window, the same as in `quantlab.
 3. Both copies are then stored from that FP32 S_L: rounded to their formats and read back.
 An open last window (T not a multiple of L) gives outputs and leaves the state as it was.
 
-Precision: each FP32 product is three TF32 products of split operands, never one.
+Precision: products are exact but for the order of FP32 additions (parts.py), from what was stored
+where that has few bits (folded.py). A segment begins with values instead: cutting it elsewhere moves
+last bits, which may flip a code at a boundary, and no draw.
 Bytes: per token and head q, v, o once, k twice, and the coefficients of coefficients.py; the state
-moves once a segment. At 128 x 128 the floor is arithmetic: the store's, some 60 operations a word.
+moves once a segment. The floor is arithmetic: at 128 x 128 and 1.76 GHz a multiprocessor has 18,000
+clocks a window for three times flash-linear-attention's chunk forward, and issues four instructions
+of 32 lanes a clock: 140 an element of the state, of which a stochastic store takes some 50.
 Not covered: L = 1 (conventional.py), exact FP64 records, formats whose block spans state rows.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,20 +36,18 @@ from quantlab.recurrence import OpInputs
 from quantlab.replay.policy import Policy
 from quantlab.replay.records import RecordTypes
 from quantlab_kernels.coefficients import window_coefficients
-from quantlab_kernels.draws import COPY_STRIDE
+from quantlab_kernels.draws import COPY_STRIDE, lane_channels, lane_order
+from quantlab_kernels.folded import rows_overflow, sizes_of, store_part, whole_scale
+from quantlab_kernels.parts import dot_parts, split_parts, transposed
 from quantlab_kernels.rounding import round_record
-from quantlab_kernels.stores import (
-    has_nonfinite,
-    signed_seed,
-    store_and_load,
-    store_kind,
-    tile_shape,
-    tile_warps,
-)
+from quantlab_kernels.stores import signed_seed, store_kind, tile_shape
+from quantlab_kernels.substitution import substitute
 
 MAX_WINDOW = 64
 RECORD_NAMES = {None: "fp32", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Type of a record to KEY_RECORD and CORRECTION_RECORD."""
+KEY_PARTS = {torch.bfloat16: 1, torch.float16: 2}
+"""BF16 parts of a key or query, by type; three of FP32."""
 UNSPECIALIZED = [
     *("T", "n_windows", "seed", "layer", "first_flush"),
     *("stride_dt_row", "stride_beta_row"),
@@ -52,9 +56,8 @@ UNSPECIALIZED = [
 
 
 @triton.jit
-def _load_steps(base_ptr, t, live, width, stride_t, BLOCK: tl.constexpr):
-    """Load [BLOCK_L, BLOCK] FP32 of the window's tokens; zero beyond the window or the width."""
-    col = tl.arange(0, BLOCK)
+def _load_steps(base_ptr, t, live, col, width, stride_t):
+    """Load [BLOCK_L, columns] FP32 of the window's tokens; zero beyond the window or the width."""
     mask = live[:, None] & (col < width)[None, :]
     x = tl.load(base_ptr + t[:, None] * stride_t + col[None, :], mask=mask, other=0.0)
     return x.to(tl.float32)
@@ -67,109 +70,125 @@ def _load_square(base_ptr, unit, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _load_decays(
-    base_ptr, unit, dk, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, PER_CHANNEL: tl.constexpr
-):
-    """Load decays of the window's steps: [BLOCK_L, BLOCK_K] per channel, [BLOCK_L, 1] per head."""
+def _load_decays(base_ptr, unit, dk, channel, BLOCK_L: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """Load decays of the window's steps: [BLOCK_L, BLOCK_K] per channel, [BLOCK_L] per head."""
     step = tl.arange(0, BLOCK_L)
     if PER_CHANNEL:
-        channel = tl.arange(0, BLOCK_K)
         ptrs = base_ptr + (unit * BLOCK_L + step[:, None]) * dk + channel[None, :]
-        return tl.load(ptrs, mask=(channel < dk)[None, :], other=0.0)
+        return lane_order(tl.load(ptrs, mask=(channel < dk)[None, :], other=0.0))
     else:
-        return tl.load(base_ptr + unit * BLOCK_L + step)[:, None]
+        return tl.load(base_ptr + unit * BLOCK_L + step)
 
 
 @triton.jit
 def _load_total(
-    base_ptr,
-    unit,
-    dk,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
+    base_ptr, unit, dk, channel, L: tl.constexpr, BLOCK_L: tl.constexpr, PER_CHANNEL: tl.constexpr
 ):
     """Load a full window's decay of the state: [1, BLOCK_K] per channel, a number per head."""
     if PER_CHANNEL:
-        channel = tl.arange(0, BLOCK_K)
         ptrs = base_ptr + (unit * BLOCK_L + L - 1) * dk + channel
-        return tl.load(ptrs, mask=channel < dk, other=0.0)[None, :]
+        return lane_order(tl.load(ptrs, mask=channel < dk, other=0.0)[None, :])
     else:
         return tl.load(base_ptr + unit * BLOCK_L + L - 1)
 
 
 @triton.jit
-def _split(x):
-    """Split FP32 into a TF32 value and a rest, x = big + rest exactly (not at inf)."""
-    bits = x.to(tl.int32, bitcast=True)
-    big = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return big, x - big
+def _parts_of(x, decay, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """Split a window's queries or keys, decayed if per channel: parts of [BLOCK_K, BLOCK_L]."""
+    if PER_CHANNEL:
+        return transposed(split_parts(x * decay, 3))
+    else:
+        return transposed(split_parts(x, PARTS))
 
 
 @triton.jit
-def _state_products(S_big, S_rest, decayed):
-    """Form S x for decayed keys or queries [BLOCK_L, BLOCK_K]: [BLOCK_V, BLOCK_L].
-
-    Three TF32 products, smallest first; the dropped one is below 2**-22 of |S| |x|.
-    """
-    big, rest = _split(tl.trans(decayed))
-    product = tl.dot(S_rest, big, input_precision="tf32")
-    product = tl.dot(S_big, rest, product, input_precision="tf32")
-    return tl.dot(S_big, big, product, input_precision="tf32")
+def _product(operand, factor, right, decay, PER_CHANNEL: tl.constexpr):
+    """Form a copy times decayed keys or queries: [V, BLOCK_L] FP32."""
+    shape: tl.constexpr = [operand[0].shape[0], right[0].shape[1]]
+    product = dot_parts(operand, right, tl.zeros(shape, tl.float32)) * factor
+    if PER_CHANNEL:
+        return product
+    else:
+        return product * decay[None, :]
 
 
 @triton.jit
-def _window_products(
-    stored,
-    S,
-    k_ptrs,
+def _flushed(keys, L: tl.constexpr, KEY_RECORD: tl.constexpr):
+    """Take the keys that a flush sees [BLOCK_L, BLOCK_K]: records, and token L's as it is."""
+    is_last = tl.arange(0, keys.shape[0]) == L - 1
+    return tl.where(is_last[:, None], keys, round_record(keys, KEY_RECORD))
+
+
+@triton.jit
+def _operands_of_window(
     q_ptrs,
+    k_ptrs,
     from_start_ptr,
     unit,
-    t,
-    live,
+    window,
+    T,
+    channel,
     dk,
     stride_q_t,
     stride_k_t,
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     DELTA: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    FLUSH: tl.constexpr,
-    SECOND: tl.constexpr,
     KEY_RECORD: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
+    FLUSH_PARTS: tl.constexpr,
 ):
-    """Form the products of the stored copies with a window's decayed queries and keys.
+    """Load what the copies are multiplied by: parts of queries, keys and keys of the flush.
 
-    They are formed right after a store, so the read copy lives no longer than that.
-
-    Returns:
-        read copy times queries, read copy times keys, recurrence copy times the keys of the flush
-        ([BLOCK_V, BLOCK_L] each; unused ones repeat the first), and S, which is its two parts put
-        together again: the whole need not live beside them.
+    Without a delta rule keys are the queries again: nothing is multiplied by them.
     """
-    queries = _load_steps(q_ptrs, t, live, dk, stride_q_t, BLOCK_K)
-    decay = _load_decays(from_start_ptr, unit, dk, BLOCK_L, BLOCK_K, PER_CHANNEL)
-    big, rest = _split(stored)
-    read_q = _state_products(big, rest, queries * decay)
-    read_k = read_q
-    recur_k = read_q
+    step = tl.arange(0, BLOCK_L)
+    t = window * L + step
+    live = (step < L) & (t < T)
+    decay = _load_decays(from_start_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
+    queries = lane_order(_load_steps(q_ptrs, t, live, channel, dk, stride_q_t))
+    query_parts = _parts_of(queries, decay, KEY_PARTS, PER_CHANNEL)
     if DELTA:
-        keys = _load_steps(k_ptrs, t, live, dk, stride_k_t, BLOCK_K)
-        read_k = _state_products(big, rest, keys * decay)
-        if SECOND:
-            if FLUSH == "rederive":
-                is_last = tl.arange(0, BLOCK_L) == L - 1
-                keys = tl.where(is_last[:, None], keys, round_record(keys, KEY_RECORD))
-            if SEPARATE:
-                big, rest = _split(S)
-            recur_k = _state_products(big, rest, keys * decay)
-    if (not SEPARATE) or (DELTA and SECOND):
-        S = big + rest
-    return read_q, read_k, recur_k, S
+        keys = lane_order(_load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
+        key_parts = _parts_of(keys, decay, KEY_PARTS, PER_CHANNEL)
+        flush_parts = _parts_of(_flushed(keys, L, KEY_RECORD), decay, FLUSH_PARTS, PER_CHANNEL)
+        return decay, query_parts, key_parts, flush_parts
+    else:
+        return decay, query_parts, query_parts, query_parts
+
+
+@triton.jit
+def _part_rows(p: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr):
+    """Rows of the state in part p."""
+    if p == 0:
+        return tl.arange(0, BLOCK_V)
+    else:
+        return BLOCK_V + tl.arange(0, TAIL_V)
+
+
+@triton.jit
+def _load_parts(
+    ptrs, dv, dk, channel, PARTS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr
+):
+    """Load a copy: a tuple of [V, BLOCK_K] FP32."""
+    tiles = ()
+    for p in tl.static_range(PARTS):
+        value = _part_rows(p, BLOCK_V, TAIL_V)
+        mask = (value < dv)[:, None] & (channel < dk)[None, :]
+        tile = tl.load(ptrs + value[:, None] * dk, mask=mask, other=0.0)
+        tiles = tiles + (tile,)  # noqa: RUF005 (kernels know no unpacking)
+    return tiles
+
+
+@triton.jit
+def _loaded_products(tiles, right, decay, PER_CHANNEL: tl.constexpr):
+    """Form `_product` of every part of a copy as loaded."""
+    products = ()
+    for p in tl.static_range(len(tiles)):
+        product = _product(split_parts(tiles[p], 3), 1.0, right, decay, PER_CHANNEL)
+        products = products + (product,)  # noqa: RUF005
+    return products
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -222,6 +241,7 @@ def windowed_scan_kernel(
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TAIL_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     QUADS: tl.constexpr,
     DELTA: tl.constexpr,
@@ -236,12 +256,14 @@ def windowed_scan_kernel(
     CORRECTION_RECORD: tl.constexpr,
     FLUSH: tl.constexpr,
     PARTIAL: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
 ):
     """One program per (head, row of the group)."""
     head = tl.program_id(0)
     group_row = tl.program_id(1)
     row = tl.load(rows_ptr + group_row)
     stream = tl.load(streams_ptr + group_row)
+    applies = True
     if PARTIAL:
         applies = tl.load(applies_ptr + group_row * heads + head) != 0
     first_element = head * dv * dk
@@ -249,10 +271,13 @@ def windowed_scan_kernel(
     ROUNDED: tl.constexpr = (KEY_RECORD != "fp32") or (CORRECTION_RECORD != "fp32")
     # a second set of corrections, on the recurrence copy, is formed only where it can differ
     SECOND: tl.constexpr = DELTA and (SEPARATE or (ROUNDED and FLUSH == "rederive"))
+    REDERIVED: tl.constexpr = SECOND and FLUSH == "rederive"
+    PARTS: tl.constexpr = 1 if TAIL_V == 0 else 2
+    FLUSH_PARTS: tl.constexpr = 3 if (PER_CHANNEL or KEY_RECORD != "fp32") else KEY_PARTS
 
     step = tl.arange(0, BLOCK_L)
-    value = tl.arange(0, BLOCK_V)
     channel = tl.arange(0, BLOCK_K)
+    lane_channel = lane_channels(BLOCK_K)
     is_last = step == L - 1
 
     unit0 = (group_row.to(tl.int64) * heads + head) * n_windows
@@ -262,182 +287,264 @@ def windowed_scan_kernel(
     dt_ptrs = dt_ptr + row * stride_dt_row + head * stride_dt_head
     beta_ptrs = beta_ptr + row * stride_beta_row + head * stride_beta_head
     out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head
-
     state_offset = (group_row.to(tl.int64) * heads + head) * dv * dk
-    state_tile = value[:, None] * dk + channel[None, :]
-    state_mask = (value < dv)[:, None] & (channel < dk)[None, :]
-    S = tl.load(recur_ptr + state_offset + state_tile, mask=state_mask, other=0.0)
-    if SEPARATE:
-        stored = tl.load(read_ptr + state_offset + state_tile, mask=state_mask, other=0.0)
-    else:
-        stored = S
+    recur_ptrs = recur_ptr + state_offset + lane_channel[None, :]
+    read_ptrs = read_ptr + state_offset + lane_channel[None, :]
+    bad_flush_ptrs = bad_flush_ptr + group_row * heads + head
+    bad_flush = tl.load(bad_flush_ptrs)
 
-    t = step
-    live = (step < L) & (t < T)
-    read_q, read_k, recur_k, S = _window_products(
-        stored,
-        S,
-        k_ptrs,
+    # the stored copies, and their products with the first window
+    decay, query_parts, key_parts, flush_parts = _operands_of_window(
         q_ptrs,
+        k_ptrs,
         from_start_ptr,
         unit0,
-        t,
-        live,
+        0,
+        T,
+        channel,
         dk,
         stride_q_t,
         stride_k_t,
         L,
         BLOCK_L,
-        BLOCK_K,
         DELTA,
         PER_CHANNEL,
-        SEPARATE,
-        FLUSH,
-        SECOND,
         KEY_RECORD,
+        KEY_PARTS,
+        FLUSH_PARTS,
     )
-    bad_flush = tl.load(bad_flush_ptr + group_row * heads + head)
+    S = _load_parts(recur_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
+    kept = S
+    if SEPARATE:
+        kept = _load_parts(read_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
+    read_q = _loaded_products(kept, query_parts, decay, PER_CHANNEL)
+    read_k = read_q
+    recur_k = read_q
+    if DELTA:
+        read_k = _loaded_products(kept, key_parts, decay, PER_CHANNEL)
+    if SECOND:
+        recur_k = _loaded_products(S, flush_parts, decay, PER_CHANNEL)
+    first_bad = ()
+    for p in tl.static_range(PARTS):
+        bad_rows = tl.full([S[p].shape[0]], -1, tl.int32)
+        first_bad = first_bad + (bad_rows,)  # noqa: RUF005 (kernels know no unpacking)
+
     for window in range(0, n_windows):
         t = window * L + step
         live = (step < L) & (t < T)
-        full = (window + 1) * L <= T
         unit = unit0 + window
-        keys = _load_steps(k_ptrs, t, live, dk, stride_k_t, BLOCK_K)
-        v = tl.trans(_load_steps(v_ptrs, t, live, dv, stride_v_t, BLOCK_V))
-        v_record = round_record(v, KEY_RECORD)
-        if HAS_DT:
-            dt = tl.load(dt_ptrs + t * stride_dt_t, mask=live, other=0.0).to(tl.float32)
-            v = v * dt[None, :]
-            v_record = v_record * dt[None, :]
-        weights = _load_square(weights_ptr, unit, BLOCK_L)
+        flush = first_flush + window
+
+        # outputs and the folded state
+        keys = lane_order(_load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
+        flushed = _flushed(keys, L, KEY_RECORD)
+        to_end = _load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
+        if PER_CHANNEL:
+            fold_parts = split_parts(flushed * to_end, 3)
+        else:
+            fold_parts = split_parts(flushed, FLUSH_PARTS)
+        total = _load_total(from_start_ptr, unit, dk, channel, L, BLOCK_L, PER_CHANNEL)
+        weight_parts = split_parts(_load_square(weights_ptr, unit, BLOCK_L), 3)
         own = tl.load(own_ptr + unit * BLOCK_L + step)
-
-        # corrections of the steps, from the read copy
         if DELTA:
-            if ROUNDED:
-                beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
-                target = (v - read_k) * beta[None, :]
-                u = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)
-                u_record = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)
-                for i in range(0, L):
-                    a_i = tl.load(couple_ptr + (unit * BLOCK_L + i) * BLOCK_L + step)
-                    is_i = (step == i)[None, :]
-                    u_i = tl.sum(tl.where(is_i, target, u_record * -a_i[None, :]), axis=1)
-                    u = tl.where(is_i, u_i[:, None], u)
-                    u_record = tl.where(
-                        is_i, round_record(u_i, CORRECTION_RECORD)[:, None], u_record
-                    )
-            else:
-                solve = _load_square(solve_ptr, unit, BLOCK_L)
-                u = tl.dot(v - read_k, solve, input_precision="tf32x3")
-                u_record = u
-        else:
-            u = v
-            u_record = v_record
-
-        o = read_q + tl.dot(u_record, weights, input_precision="tf32x3") + u * own[None, :]
-
-        # what is folded: records of tokens 1..L-1, token L as it is
-        if SECOND and FLUSH == "rederive":
-            solve = _load_square(solve_ptr, unit, BLOCK_L)
-            v_flush = tl.where(is_last[None, :], v, v_record)
-            u_flush = tl.dot(v_flush - recur_k, solve, input_precision="tf32x3")
-        elif SECOND:
             beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
-            a_last = tl.load(couple_ptr + (unit * BLOCK_L + L - 1) * BLOCK_L + step)
-            target = (v - recur_k) * beta[None, :]
-            u_last = tl.sum(tl.where(is_last[None, :], target, u_record * -a_last[None, :]), axis=1)
-            u_flush = tl.where(is_last[None, :], u_last[:, None], u_record)
-        else:
-            u_flush = tl.where(is_last[None, :], u, u_record)
-
-        flushed = tl.where(is_last[:, None], keys, round_record(keys, KEY_RECORD))
-        flushed *= _load_decays(to_end_ptr, unit, dk, BLOCK_L, BLOCK_K, PER_CHANNEL)
-        total = _load_total(from_start_ptr, unit, dk, L, BLOCK_L, BLOCK_K, PER_CHANNEL)
-        folded = tl.dot(u_flush, flushed, S * total, input_precision="tf32x3")
-
-        out_tile = out_ptrs + t[None, :] * stride_out_t + value[:, None]
-        out_mask = live[None, :] & (value < dv)[:, None]
-        if SEPARATE or SECOND:
-            # step L reads the state being stored; an open window has none, and does not store it
+            solve_parts = split_parts(_load_square(solve_ptr, unit, BLOCK_L), 3)
+        if SEPARATE:
+            # step L reads the state being stored; an open window has none
             t_last = tl.minimum(window * L + L - 1, T - 1)
             q_last = tl.load(q_ptrs + t_last * stride_q_t + channel, mask=channel < dk, other=0.0)
-            o_last = tl.sum(folded * q_last.to(tl.float32)[None, :], axis=1)
-            o = tl.where(is_last[None, :], o_last[:, None], o)
-        tl.store(out_tile, o, mask=out_mask)
+            q_last = lane_order(q_last.to(tl.float32)[None, :])
+        elif REDERIVED:
+            # the same from the products of the one copy
+            w_last = tl.load(weights_ptr + (unit * BLOCK_L + step) * BLOCK_L + L - 1)
+            w_last = tl.where(is_last, own, w_last)
+        folded = ()
+        for p in tl.static_range(PARTS):
+            value = _part_rows(p, BLOCK_V, TAIL_V)
+            v = tl.trans(_load_steps(v_ptrs, t, live, value, dv, stride_v_t))
+            v_record = round_record(v, KEY_RECORD)
+            if HAS_DT:
+                dt = tl.load(dt_ptrs + t * stride_dt_t, mask=live, other=0.0).to(tl.float32)
+                v = v * dt[None, :]
+                v_record = v_record * dt[None, :]
 
-        if full:
-            flush = first_flush + window
+            # corrections of the steps, from the read copy
+            none = tl.zeros([value.shape[0], BLOCK_L], dtype=tl.float32)
+            if DELTA:
+                if ROUNDED:
+                    target = (v - read_k[p]) * beta[None, :]
+                    couple_ptrs = couple_ptr + unit * BLOCK_L * BLOCK_L
+                    u, u_record = substitute(target, couple_ptrs, L, BLOCK_L, CORRECTION_RECORD)
+                else:
+                    u = dot_parts(split_parts(v - read_k[p], 3), solve_parts, none)
+                    u_record = u
+            else:
+                u = v
+                u_record = v_record
+            o = dot_parts(split_parts(u_record, 3), weight_parts, none) + u * own[None, :]
+
+            # what is folded: records of tokens 1..L-1, token L as it is
+            if REDERIVED:
+                v_flush = tl.where(is_last[None, :], v, v_record)
+                u_flush = dot_parts(split_parts(v_flush - recur_k[p], 3), solve_parts, none)
+            elif SECOND:
+                a_last = tl.load(couple_ptr + (unit * BLOCK_L + step) * BLOCK_L + L - 1)
+                target = (v - recur_k[p]) * beta[None, :]
+                mixed = tl.where(is_last[None, :], target, u_record * -a_last[None, :])
+                u_flush = tl.where(is_last[None, :], tl.sum(mixed, axis=1)[:, None], u_record)
+            else:
+                u_flush = tl.where(is_last[None, :], u, u_record)
+            if PER_CHANNEL:
+                u_parts = split_parts(u_flush, 3)
+            else:
+                u_parts = split_parts(u_flush * to_end[None, :], 3)
+            new = dot_parts(u_parts, fold_parts, S[p] * total)
+            folded = folded + (new,)  # noqa: RUF005
+
             if SEPARATE:
-                stored = store_and_load(
-                    folded,
-                    seed,
-                    layer + COPY_STRIDE,
-                    stream,
-                    flush,
-                    first_element,
-                    dk,
+                o_last = tl.sum(new * q_last, axis=1)
+                o = tl.where(is_last[None, :], o_last[:, None], read_q[p] + o)
+            elif REDERIVED:
+                o_last = tl.sum(u_flush * w_last[None, :], axis=1)
+                o = read_q[p] + tl.where(is_last[None, :], o_last[:, None], o)
+            else:
+                o = read_q[p] + o
+            out_mask = live[None, :] & (value < dv)[:, None]
+            tl.store(out_ptrs + t[None, :] * stride_out_t + value[:, None], o, mask=out_mask)
+
+        # the next window's queries and keys; past the last one, the last ones again
+        following = tl.minimum(window + 1, n_windows - 1)
+        decay, query_parts, key_parts, flush_parts = _operands_of_window(
+            q_ptrs,
+            k_ptrs,
+            from_start_ptr,
+            unit0 + following,
+            following,
+            T,
+            channel,
+            dk,
+            stride_q_t,
+            stride_k_t,
+            L,
+            BLOCK_L,
+            DELTA,
+            PER_CHANNEL,
+            KEY_RECORD,
+            KEY_PARTS,
+            FLUSH_PARTS,
+        )
+
+        # stores, and the products of what was stored with the next window
+        sizes = ()
+        read_sizes = ()
+        for p in tl.static_range(PARTS):
+            sizes = sizes + (sizes_of(folded[p], RECUR_FORMAT),)  # noqa: RUF005
+            if SEPARATE:
+                read_sizes = read_sizes + (sizes_of(folded[p], READ_FORMAT),)  # noqa: RUF005
+        scale = whole_scale(sizes, RECUR_FORMAT)
+        if SEPARATE:
+            read_scale = whole_scale(read_sizes, READ_FORMAT)
+        S = ()
+        read_q = ()
+        read_k = ()
+        recur_k = ()
+        bad_before = first_bad
+        first_bad = ()
+        for p in tl.static_range(PARTS):
+            value = _part_rows(p, BLOCK_V, TAIL_V)
+            mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
+            first = first_element + p * BLOCK_V * dk
+            bad = rows_overflow(sizes[p], RECUR_FORMAT, value.shape[0], applies, PARTIAL)
+            if SEPARATE:
+                bad = bad | rows_overflow(
+                    read_sizes[p], READ_FORMAT, value.shape[0], applies, PARTIAL
+                )
+                stored, operand, factor = store_part(
+                    folded[p],
+                    read_sizes[p],
+                    read_scale,
+                    first,
+                    (seed, layer + COPY_STRIDE, stream, flush, dk),
+                    applies,
                     READ_FORMAT,
                     READ_SR,
-                    BLOCK_V,
-                    BLOCK_K,
                     QUADS,
+                    PARTIAL,
                 )
-                if PARTIAL:
-                    stored = tl.where(applies, stored, folded)
-                if (window + 2) * L > T:
-                    tl.store(read_ptr + state_offset + state_tile, stored, mask=state_mask)
-            S = store_and_load(
-                folded,
-                seed,
-                layer,
-                stream,
-                flush,
-                first_element,
-                dk,
+                if window == T // L - 1:
+                    tl.store(read_ptrs + value[:, None] * dk, stored, mask=mask)
+                read_product = _product(operand, factor, query_parts, decay, PER_CHANNEL)
+                product = read_product
+                if DELTA:
+                    product = _product(operand, factor, key_parts, decay, PER_CHANNEL)
+                read_q = read_q + (read_product,)  # noqa: RUF005
+                read_k = read_k + (product,)  # noqa: RUF005
+            stored, operand, factor = store_part(
+                folded[p],
+                sizes[p],
+                scale,
+                first,
+                (seed, layer, stream, flush, dk),
+                applies,
                 RECUR_FORMAT,
                 RECUR_SR,
-                BLOCK_V,
-                BLOCK_K,
                 QUADS,
+                PARTIAL,
             )
-            if PARTIAL:
-                S = tl.where(applies, S, folded)
-            if SEPARATE:
-                bad = has_nonfinite(stored) | has_nonfinite(S)
-            else:
-                stored = S
-                bad = has_nonfinite(S)
-            bad_flush = tl.where(bad & (bad_flush < 0), flush, bad_flush)
+            S = S + (stored,)  # noqa: RUF005
+            if not SEPARATE:
+                product = _product(operand, factor, query_parts, decay, PER_CHANNEL)
+                read_q = read_q + (product,)  # noqa: RUF005
+                if DELTA:
+                    product = _product(operand, factor, key_parts, decay, PER_CHANNEL)
+                read_k = read_k + (product,)  # noqa: RUF005
+            if SECOND:
+                product = _product(operand, factor, flush_parts, decay, PER_CHANNEL)
+            recur_k = recur_k + (product,)  # noqa: RUF005
+            newly = bad & (bad_before[p] < 0) & (window < T // L)
+            first_bad = first_bad + (tl.where(newly, flush, bad_before[p]),)  # noqa: RUF005
 
-            t = t + L
-            live = (step < L) & (t < T)
-            following = unit0 + tl.minimum(window + 1, n_windows - 1)
-            read_q, read_k, recur_k, S = _window_products(
-                stored,
-                S,
-                k_ptrs,
-                q_ptrs,
-                from_start_ptr,
-                following,
-                t,
-                live,
-                dk,
-                stride_q_t,
-                stride_k_t,
-                L,
-                BLOCK_L,
-                BLOCK_K,
-                DELTA,
-                PER_CHANNEL,
-                SEPARATE,
-                FLUSH,
-                SECOND,
-                KEY_RECORD,
-            )
+    if T % L == 0:
+        for p in tl.static_range(PARTS):
+            value = _part_rows(p, BLOCK_V, TAIL_V)
+            mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
+            tl.store(recur_ptrs + value[:, None] * dk, S[p], mask=mask)
 
-    tl.store(recur_ptr + state_offset + state_tile, S, mask=state_mask)
-    tl.store(bad_flush_ptr + group_row * heads + head, bad_flush)
+    # the first of all rows; none is -1, which as unsigned comes last
+    for p in tl.static_range(PARTS):
+        first = tl.min(first_bad[p].to(tl.uint32, bitcast=True), axis=0)
+        bad_flush = tl.minimum(bad_flush.to(tl.uint32, bitcast=True), first)
+        bad_flush = bad_flush.to(tl.int32, bitcast=True)
+    tl.store(bad_flush_ptrs, bad_flush)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanLaunch:
+    """How a program is launched.
+
+    Attributes:
+        warps: of a program.
+        registers: most registers of a lane; None for what the compiler takes.
+    """
+
+    warps: int
+    registers: int | None = None
+
+
+def scan_launch(block_v: int, block_k: int) -> ScanLaunch:
+    """Choose a launch: 64 registers of a lane hold the state."""
+    return ScanLaunch(warps=min(16, max(4, block_v * block_k // 2048)))
+
+
+def row_parts(dv: int) -> tuple[int, int]:
+    """Cut a state's rows into a power of two and a rest, padded to one: 160 into 128 and 64.
+
+    A rest of fewer than 64 rows is none: the warps of a product would share too few.
+    """
+    whole = 1 << max(4, dv.bit_length() - 1)
+    rest = max(0, dv - whole)
+    tail = 0 if rest == 0 else max(64, triton.next_power_of_2(rest))
+    return (whole, tail) if tail < whole else (2 * whole, 0)
 
 
 def windowed_scan(
@@ -454,6 +561,7 @@ def windowed_scan(
     seed: int,
     layer: int,
     first_flush: int,
+    launch: ScanLaunch | None = None,
 ) -> None:
     """Run some rows of a segment that starts at a window's first step.
 
@@ -470,6 +578,7 @@ def windowed_scan(
         seed: 64-bit seed.
         layer: ordinal of the recurrent layer.
         first_flush: number of the first store.
+        launch: how programs are cut; changes no bit that matters (the order of some additions).
 
     Mutates:
         recur, read, out, bad_flush.
@@ -479,11 +588,26 @@ def windowed_scan(
     """
     if not 2 <= policy.window <= MAX_WINDOW:
         raise ValueError(f"the kernel has windows of 2 to {MAX_WINDOW}, got {policy.window}")
+    rest = inputs.steps % policy.window
+    if 0 < rest < inputs.steps:
+        # an open window leaves the state as it is, so it is a launch of its own
+        cut = inputs.steps - rest
+        keys = {"seed": seed, "layer": layer, "launch": launch}
+        copies = (rows, streams, recur, read)
+        full, last = inputs.slice(0, cut), inputs.slice(cut, inputs.steps)
+        marks = (bad_flush, policy, applies)
+        windowed_scan(full, *copies, out[:, :cut], *marks, first_flush=first_flush, **keys)
+        after = first_flush + cut // policy.window
+        windowed_scan(last, *copies, out[:, cut:], *marks, first_flush=after, **keys)
+        return
     recur_kind, read_kind = store_kind(policy.recur), store_kind(policy.read)
     types = RecordTypes.of(policy.records, inputs)
     key_record = RECORD_NAMES[types.k or types.v]
     coefficients = window_coefficients(inputs, rows, window=policy.window, key_record=key_record)
-    block_v, block_k = tile_shape(inputs.dv, inputs.dk)
+    block_v, tail_v = row_parts(inputs.dv)
+    _, block_k = tile_shape(inputs.dv, inputs.dk)
+    launch = launch or scan_launch(block_v, block_k)
+    limit = {} if launch.registers is None else {"maxnreg": launch.registers}
     dt = inputs.dt if inputs.dt is not None else inputs.log_decay
     beta = inputs.beta if inputs.beta is not None else inputs.log_decay
     windowed_scan_kernel[(inputs.heads, rows.shape[0])](
@@ -523,6 +647,7 @@ def windowed_scan(
         L=policy.window,
         BLOCK_L=coefficients.own.shape[3],
         BLOCK_V=block_v,
+        TAIL_V=tail_v,
         BLOCK_K=block_k,
         QUADS=inputs.dk % 4 == 0,
         DELTA=inputs.is_delta,
@@ -537,7 +662,9 @@ def windowed_scan(
         CORRECTION_RECORD=RECORD_NAMES[types.u],
         FLUSH=policy.corrections,
         PARTIAL=applies is not None,
-        num_warps=tile_warps(block_v, block_k),
-        num_stages=2,
+        KEY_PARTS=max(KEY_PARTS.get(x.dtype, 3) for x in (inputs.q, inputs.k)),
+        num_warps=launch.warps,
+        num_stages=1,
         enable_fp_fusion=False,
+        **limit,
     )

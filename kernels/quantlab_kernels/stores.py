@@ -19,7 +19,7 @@ from torch import Tensor
 from quantlab.formats import Format
 from quantlab.formats.block_scale import scale_cap
 from quantlab.formats.scale import SCALE_TYPES
-from quantlab_kernels.division import divide, reciprocal
+from quantlab_kernels.division import divide, divisor, quotient
 from quantlab_kernels.draws import COPY_STRIDE, tile_words
 from quantlab_kernels.rounding import (
     E2M1_MAX,
@@ -106,16 +106,36 @@ def scales_of(size_bits, FORMAT: tl.constexpr):
         state: FP32 scalar, the state scale (1 where the format has none).
         used: FP32 [blocks], stored times state scale: what decoded elements are multiplied by.
     """
-    amax = size_bits.to(tl.float32, bitcast=True)
-    bad = size_bits >= INF_BITS
-    state = tl.full((), 1.0, tl.float32)
     if FORMAT == "nvfp4":
-        largest = tl.max(tl.where(bad, 0, size_bits), axis=0).to(tl.float32, bitcast=True)
-        state = divide(largest, 1.0 / (E4M3_MAX * E2M1_MAX))
-        state = tl.minimum(tl.where(state == 0.0, 1.0, state), NVFP4_STATE_CAP)
-        quotient = divide(divide(amax, 1.0 / E2M1_MAX), reciprocal(state))
-        quotient = tl.minimum(quotient, E4M3_MAX)
-        stored = round_magnitude(quotient, quotient, 3, -6, False)
+        state = state_scale(largest_sound(size_bits))
+    else:
+        state = tl.full((), 1.0, tl.float32)
+    stored, used = block_scales(size_bits, state, FORMAT)
+    return stored, state, used
+
+
+@triton.jit
+def largest_sound(size_bits):
+    """Find the largest of magnitudes given by their bits, blocks that are not finite left out."""
+    return tl.max(tl.where(size_bits >= INF_BITS, 0, size_bits), axis=0)
+
+
+@triton.jit
+def state_scale(largest_bits):
+    """Find the scale of an NVFP4 state from the bits of its largest magnitude."""
+    state = divide(largest_bits.to(tl.float32, bitcast=True), 1.0 / (E4M3_MAX * E2M1_MAX))
+    return tl.minimum(tl.where(state == 0.0, 1.0, state), NVFP4_STATE_CAP)
+
+
+@triton.jit
+def block_scales(size_bits, state, FORMAT: tl.constexpr):
+    """Find what `scales_of` does of some of a state's blocks: stored and used scales."""
+    amax = size_bits.to(tl.float32, bitcast=True)
+    if FORMAT == "nvfp4":
+        shift, scaled, inverse = divisor(state)
+        y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, scaled, inverse)
+        y = tl.minimum(y, E4M3_MAX)
+        stored = round_magnitude(y, y, 3, -6, False)
     elif FORMAT == "fp8":
         stored = _plain_scale(amax, E4M3_MAX, FP8_CAP)
     elif FORMAT == "int8":
@@ -124,9 +144,9 @@ def scales_of(size_bits, FORMAT: tl.constexpr):
         stored = _plain_scale(amax, INT6_MAX, INT6_CAP)
     else:
         stored = _plain_scale(amax, INT4_MAX, INT4_CAP)
-    stored = tl.where(bad, float("nan"), stored)
+    stored = tl.where(size_bits >= INF_BITS, float("nan"), stored)
     used = stored * state if FORMAT == "nvfp4" else stored
-    return stored, state, used
+    return stored, used
 
 
 @triton.jit
@@ -138,10 +158,10 @@ def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
         that have no NaN.
     """
     # a scale that underflowed makes a zero block
-    inverse = tl.where(used == 0.0, 0.0, reciprocal(used))
+    shift, scaled, inverse = divisor(used)
     # NaN in poisoned blocks, and the least of NaN and a limit is the limit (on GPUs and under the
     # interpreter, but for that of Triton 3.6)
-    m = tl.abs(divide(blocks, inverse[:, None]))
+    m = tl.abs(quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None]))
     good = used == used
     if FORMAT == "nvfp4":
         m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])

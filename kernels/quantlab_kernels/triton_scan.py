@@ -23,7 +23,7 @@ from quantlab.replay.lane import Lane, LaneKind, applied, members
 from quantlab.replay.policy import Policy
 from quantlab.replay.scan import WindowedScan
 from quantlab_kernels.conventional import conventional_scan, conventional_scan_kernel
-from quantlab_kernels.scan import MAX_WINDOW, windowed_scan
+from quantlab_kernels.scan import MAX_WINDOW, ScanLaunch, windowed_scan
 from quantlab_kernels.stores import store_kind, store_states
 
 _STEP_FIELDS = ("q", "k", "v", "log_decay", "beta", "dt")
@@ -70,6 +70,9 @@ class TritonScan(WindowedScan):
     Raises:
         ValueError: a window or a format that the kernels do not have.
     """
+
+    launch: ScanLaunch | None = None
+    """How programs of windowed policies are launched, for sweeps; None for the kernels' choice."""
 
     def __init__(self, policies, streams, *, layer: int, seed: int) -> None:
         super().__init__(policies, streams, layer=layer, seed=seed)
@@ -280,7 +283,16 @@ class TritonScan(WindowedScan):
         else:
             copies = (recur, group.read)
             windowed_scan(
-                inputs, rows, group.streams, *copies, o, bad, group.policy, group.applies, **keys
+                inputs,
+                rows,
+                group.streams,
+                *copies,
+                o,
+                bad,
+                group.policy,
+                group.applies,
+                launch=self.launch,
+                **keys,
             )
 
     def _current(self, group: Group) -> Tensor:

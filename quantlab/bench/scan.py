@@ -1,4 +1,4 @@
-"""The scan of one recurrent layer, against flash-linear-attention's chunk forward.
+"""The scan of one recurrent layer, against flash-linear-attention's kernels.
 
 Shapes are those of real models. The scan is checked on the inputs it is timed on: its first window
 against the torch reference from the same stored state, and its last outputs for being finite.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantlab.bench.measure import Bench, Row, Timing
-from quantlab.dispatch import scan_class
+from quantlab.dispatch import scan_class, scan_launch
 from quantlab.recurrence import OpInputs, exact_scan
 from quantlab.replay import Policy, WindowedScan, parse_policy
 
@@ -64,8 +64,13 @@ def bench_scan(
     slice_rows: int,
     shapes: tuple[LayerShape, ...] = SHAPES,
     policies: tuple[str, ...] = POLICIES,
+    sweep: bool = False,
 ) -> Iterator[Row]:
-    """Measure the policies on each shape: `rows` rows in slices of `slice_rows`, times summed."""
+    """Measure the policies on each shape: `rows` rows in slices of `slice_rows`, times summed.
+
+    Windowed policies are compared with flash-linear-attention's chunk forward, L = 1 also with its
+    kernel that takes one token at a time.
+    """
     for shape in shapes:
         inputs = [
             layer_inputs(shape, min(slice_rows, rows - start), tokens, bench.device, seed=start)
@@ -75,15 +80,39 @@ def bench_scan(
         slices = -(-rows // slice_rows)
         rival = fla_row(bench, shape, inputs, slices)
         yield rival
+        stepwise = fla_row(bench, shape, inputs, slices, one_token=True)
+        yield stepwise
         for text in policies:
-            row = scan_row(bench, shape, inputs, slices, parse_policy(_spelled(text)))
-            if row.status == "ok" and rival.status == "ok":
-                ratio = {"of_fla": row.values["ms"] / rival.values["ms"]}
-                row = Row(name=row.name, values=row.values | ratio)
-            yield row
+            policy = parse_policy(_spelled(text))
+            row = _beside(scan_row(bench, shape, inputs, slices, policy), "of_fla", rival)
+            yield row if policy.window > 1 else _beside(row, "of_fla_one_token", stepwise)
+            if sweep and policy.window > 1:
+                yield from sweep_rows(bench, shape, inputs, slices, policy)
         del inputs
         if bench.on_cuda:
             torch.cuda.empty_cache()
+
+
+def _beside(row: Row, name: str, rival: Row) -> Row:
+    """Add the time of a row over that of a rival, where both have one."""
+    if row.status != "ok" or rival.status != "ok":
+        return row
+    return Row(name=row.name, values=row.values | {name: row.values["ms"] / rival.values["ms"]})
+
+
+def sweep_rows(
+    bench: Bench, shape: LayerShape, inputs: list[OpInputs], slices: int, policy: Policy
+) -> Iterator[Row]:
+    """Measure other launches of a windowed policy."""
+    launch_of = scan_launch()
+    for warps, registers in ((4, None), (8, None), (8, 168), (8, 128), (16, None)):
+
+        class Cut(scan_class(bench.device, "triton")):  # type: ignore[misc]
+            launch = launch_of(warps=warps, registers=registers)
+
+        row = scan_row(bench, shape, inputs, slices, policy, Cut)
+        cut = f"{row.name} {warps}/{registers or 'any'}"
+        yield Row(name=cut, status=row.status, reason=row.reason, values=row.values)
 
 
 def scan_row(
@@ -148,11 +177,21 @@ def first_window_fault(scan: WindowedScan, inputs: OpInputs, policy: Policy) -> 
     return None if error < FIRST_WINDOW else f"first window off by {error:.1e} of the largest"
 
 
-def fla_row(bench: Bench, shape: LayerShape, inputs: list[OpInputs], slices: int) -> Row:
-    """Measure flash-linear-attention's chunk forward on the same slices."""
-    name = f"{shape.name} fla chunk forward"
+def fla_row(
+    bench: Bench,
+    shape: LayerShape,
+    inputs: list[OpInputs],
+    slices: int,
+    *,
+    one_token: bool = False,
+) -> Row:
+    """Measure flash-linear-attention's chunk forward, or its one-token kernel, on the same slices.
+
+    The latter takes so long at the bench's lengths that it runs few times.
+    """
+    name = f"{shape.name} fla {'one token at a time' if one_token else 'chunk forward'}"
     try:
-        call = _fla_call(shape, inputs[0])
+        call = _fla_call(shape, inputs[0], one_token)
     except ModuleNotFoundError as error:
         return Row(name=name, status="absent", reason=f"not installed: {error.name}")
     except Exception as error:
@@ -163,11 +202,15 @@ def fla_row(bench: Bench, shape: LayerShape, inputs: list[OpInputs], slices: int
         return None if bool(call()[:, -1].isfinite().all()) else "outputs not finite"
 
     return bench.measured(
-        name, call, check=check, values=lambda timing: {"ms": timing.median * slices * 1e3}
+        name,
+        call,
+        check=check,
+        values=lambda timing: {"ms": timing.median * slices * 1e3},
+        repeats=min(bench.repeats, 3) if one_token else None,
     )
 
 
-def _fla_call(shape: LayerShape, inputs: OpInputs) -> Callable[[], Tensor]:
+def _fla_call(shape: LayerShape, inputs: OpInputs, one_token: bool) -> Callable[[], Tensor]:
     x = inputs.slice(PROMPT, inputs.steps)
     group = shape.heads // shape.key_heads
 
@@ -175,19 +218,21 @@ def _fla_call(shape: LayerShape, inputs: OpInputs) -> Callable[[], Tensor]:
         return t.to(torch.bfloat16).repeat_interleave(group, dim=2).contiguous()
 
     q, k, v = expanded(x.q), expanded(x.k), x.v.to(torch.bfloat16).contiguous()
+    keys: dict[str, Any] = {"g": x.log_decay, "scale": 1.0, "output_final_state": True}
     if shape.delta:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import (
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
 
         assert x.beta is not None
-        beta = x.beta.to(torch.bfloat16)
-        return lambda: _first(
-            chunk_gated_delta_rule(q, k, v, x.log_decay, beta, scale=1.0, output_final_state=True)
-        )
-    from fla.ops.simple_gla import chunk_simple_gla
+        keys["beta"] = x.beta.to(torch.bfloat16)
+        op = fused_recurrent_gated_delta_rule if one_token else chunk_gated_delta_rule
+    else:
+        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-    return lambda: _first(
-        chunk_simple_gla(q, k, v, x.log_decay, scale=1.0, output_final_state=True)
-    )
+        op = fused_recurrent_simple_gla if one_token else chunk_simple_gla
+    return lambda: _first(op(q, k, v, **keys))
 
 
 def _first(outputs: Any) -> Tensor:

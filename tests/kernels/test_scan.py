@@ -141,7 +141,7 @@ def test_windows_formats_and_corrections(policy: str) -> None:
     check_windows(parsed, inputs_of("gdn", 1, 2 * parsed.window, **BASE), 2)
 
 
-@pytest.mark.parametrize("dv, dk", [(128, 128), (80, 128), (64, 128), (7, 33), (48, 20)])
+@pytest.mark.parametrize("dv, dk", [(128, 128), (80, 128), (64, 128), (7, 33), (48, 20), (140, 16)])
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_shapes(kind: str, dv: int, dk: int) -> None:
     inputs = inputs_of(kind, 1, 16, heads=2, key_heads=1, dv=dv, dk=dk)
@@ -208,7 +208,7 @@ def test_conventional_float32_takes_single_steps_beside_windows() -> None:
     ],
 )
 def test_segments_change_nothing(policy: str, cuts: tuple[list[int], ...]) -> None:
-    """Outputs, the replayed state and the draws are the same however the sequence is cut."""
+    """Outputs, the replayed state and the draws are the same, but for flips, however it is cut."""
     steps = sum(cuts[0])
     inputs = inputs_of("gdn", 1, steps, **BASE)
     inputs = replace(inputs, activation_dtype=torch.bfloat16, v=inputs.v.bfloat16())
@@ -221,7 +221,13 @@ def test_segments_change_nothing(policy: str, cuts: tuple[list[int], ...]) -> No
             at += length
         results.append((torch.cat(outputs, 1), scan.state()))
     for o, state in results[1:]:
-        assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
+        if policy.startswith("conventional"):
+            assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
+        else:
+            # a segment begins with values, its later windows with elements and scales: products
+            # that differ by a rounding; a wrong draw flips a third of the elements
+            assert relative(o, results[0][0]) < 1e-2
+            assert differing(state.cpu(), results[0][1].cpu()) < FLIPPED_RECORDS
     reference(inputs.slice(PROMPT, PROMPT + steps))
     assert relative(results[0][1].cpu(), reference.state()) < 5e-2  # a free run: some flips
 
