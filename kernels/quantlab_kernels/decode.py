@@ -44,6 +44,7 @@ from quantlab_kernels.decode_launch import (
 )
 from quantlab_kernels.decode_plan import Cursors, Plan
 from quantlab_kernels.decode_steps import replay_step_kernel
+from quantlab_kernels.decode_weights import step_weights_kernel
 from quantlab_kernels.draws import COPY_STRIDE
 from quantlab_kernels.stores import signed_seed, store_kind
 
@@ -420,45 +421,84 @@ class LayerCache:
             per_channel=self.per_channel,
         )
         unit = 1 if self.per_channel else group
-        tiles = -(-unit * read.dv // cut.block_v)
-        parts = -(-tiles // cut.tiles)
-        tensors, strides = self._sources(inputs, out)
-        replay_step_kernel[(parts, read.heads // unit, plan.capacity)](
-            *tensors,
-            read.words,
-            read.scales,
-            read.state_scale,
+        rows, heads, columns = plan.capacity, read.heads, max(32, read.dk)
+        block = max(16, triton.next_power_of_2(window))
+        (q, k, v, log, strength, _), strides = self._sources(inputs, out)
+
+        def room(*shape: int, record: str) -> Tensor:
+            dtype = torch.float32 if record == "fp32" else torch.int16
+            return torch.empty((rows, *shape), dtype=dtype, device=out.device)
+
+        # what the heads of a row share is left by one kernel for the next
+        wide = (2, columns) if read.name == "fp32" else (columns, 8)
+        tall = (2, block) if self.written_record == "fp32" else (block, 8)
+        shared = [
+            room(heads // unit, *wide, record=read.name),
+            room(heads, *tall, record=self.written_record),
+            room(heads, 4, record="fp32"),
+        ]
+        switches = {
+            "L": window,
+            "BLOCK_L": block,
+            "DK": read.dk,
+            "COLUMNS": columns,
+            "DELTA": self.delta,
+            "PER_CHANNEL": self.per_channel,
+            "HAS_DT": self.has_dt,
+            "KEEP_V": self.rederives,
+            "FORMAT": read.name,
+            "KEY_RECORD": self.key_record,
+            "WRITTEN_RECORD": self.written_record,
+            "OVERLAP": cut.overlap and out.is_cuda,
+        }
+        step_weights_kernel[(heads // unit, rows)](
+            q,
+            k,
+            log,
+            strength,
             self.keys,
-            self.values,
-            self.written,
             self.logs,
             self.strengths,
             plan.lines,
             plan.counts,
-            plan.capacity,
-            read.heads,
+            *shared,
+            rows,
+            heads,
+            self.key_heads,
+            *strides[:4],
+            *strides[6:10],
+            BLOCK_H=triton.next_power_of_2(unit),
+            num_warps=1,
+            **switches,
+        )
+        tiles = -(-unit * read.dv // cut.block_v)
+        replay_step_kernel[(tiles, heads // unit, rows)](
+            v,
+            strength,
+            out,
+            read.words,
+            read.scales,
+            read.state_scale,
+            self.values,
+            self.written,
+            plan.lines,
+            plan.counts,
+            *shared,
+            rows,
+            heads,
             self.key_heads,
             read.dv,
             read.slot_states,
-            *strides,
-            L=window,
-            BLOCK_L=max(16, triton.next_power_of_2(window)),
+            *strides[4:6],
+            *strides[8:12],
             BLOCK_V=cut.block_v,
-            DK=read.dk,
-            COLUMNS=max(32, read.dk),
             WIDTH=min(cut.width, read.dk),
-            TILES=cut.tiles,
             SPAN=spanned_heads(cut.block_v, dv=read.dv, most=unit),
             WARPS=cut.warps,
-            DELTA=self.delta,
-            PER_CHANNEL=self.per_channel,
-            HAS_DT=self.has_dt,
-            KEEP_V=self.rederives,
-            FORMAT=read.name,
-            KEY_RECORD=self.key_record,
-            WRITTEN_RECORD=self.written_record,
             num_warps=cut.warps,
             maxnreg=cut.registers,
+            launch_pdl=cut.overlap and out.is_cuda,
+            **switches,
         )
 
     def flush_rows(self, inputs: OpInputs, plan: Plan, cursors: Cursors, out: Tensor) -> None:

@@ -29,7 +29,7 @@ from quantlab_kernels.decode_formats import load_state, mark_diverged, store_til
 from quantlab_kernels.decode_plan import FLUSH as STORE_NUMBER
 from quantlab_kernels.decode_plan import ROW, SLOT
 from quantlab_kernels.decode_products import bf16_parts, lane_rows, token_rows
-from quantlab_kernels.decode_steps import load_record
+from quantlab_kernels.decode_records import load_record
 from quantlab_kernels.draws import COPY_STRIDE
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from quantlab_kernels.decode_formats import load_state, mark_diverged, row_product, store_tile
 from quantlab_kernels.decode_plan import FLUSH as STORE_NUMBER
 from quantlab_kernels.decode_plan import ROW, SLOT
-from quantlab_kernels.decode_steps import load_record, record_value
+from quantlab_kernels.decode_records import load_record, record_value
 from quantlab_kernels.draws import COPY_STRIDE
 
 

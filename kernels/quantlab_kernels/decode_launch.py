@@ -21,18 +21,18 @@ class StepLaunch:
     Attributes:
         block_v: state rows of a tile, which may span heads; 16 a warp and more keep a narrow
             format's codes in the lanes that need them.
-        tiles: tiles of one program.
         width: row elements side by side in a warp (fp32), at most dk.
         warps: of a program.
         registers: most registers of a thread; None leaves it to the compiler.
+        overlap: whether its programs may start while what the heads share is still being formed.
         origin: "design", or the run that chose it.
     """
 
     block_v: int
-    tiles: int = 1
     width: int = 32
     warps: int = 4
     registers: int | None = None
+    overlap: bool = False
     origin: str = "design"
 
 
@@ -77,13 +77,13 @@ def step_launch(
         per_channel: decay per key channel.
     """
     unit = dv if per_channel else dv * (heads // key_heads)
-    block_v, tiles, registers = (64, 1, 128) if fmt == "fp32" else (128, 1, None)
+    block_v, registers = (64, 128) if fmt == "fp32" else (128, None)
     if rows * heads < 512:
         # too few heads to fill the device: small programs
-        block_v, tiles = 16 if fmt == "fp32" else 32, 1
+        block_v = 16 if fmt == "fp32" else 32
     block_v = min(block_v, _power(max(16, unit)))
     warps = max(1, min(4, block_v // 16))
-    return StepLaunch(block_v=block_v, tiles=tiles, warps=warps, registers=registers)
+    return StepLaunch(block_v=block_v, warps=warps, registers=registers)
 
 
 def spanned_heads(block_v: int, *, dv: int, most: int) -> int:

@@ -27,13 +27,18 @@ TOP = tl.constexpr(141)  # biased exponent of 2**14: the parts of q and k start 
 LEAST = tl.constexpr(16)  # least exponent that is brought there
 UPPER_HALF = tl.constexpr(-0x10000)
 SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
-MATRIX_FORMATS = ("fp16", "bf16", "fp8", "nvfp4", "int8", "int4")
 
 
 @triton.constexpr_function
 def codes_per_word(name):
     """Count the codes of an int32 word; 1 for FP32."""
     return {"fp32": 1, "fp16": 2, "bf16": 2, "fp8": 4, "int8": 4, "nvfp4": 8, "int4": 8}[name]
+
+
+@triton.constexpr_function
+def matrix_format(name):
+    """Tell whether matrix units meet a format."""
+    return name != "fp32"
 
 
 @triton.constexpr_function
@@ -99,19 +104,21 @@ def fetch_codes(
     COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
     WIDTH: tl.constexpr,
+    APART: tl.constexpr,
 ):
-    """Issue the loads of a tile of state rows.
+    """Issue the loads of a tile of state rows, or of keys stored like them.
 
     Args:
         codes_ptr: as int32 words; fp32 as floats.
         scales_ptr: nvfp4's block scales.
-        row0: int64 index of the tile's first row, counted in rows of the pool.
+        row0: int64 index of the row that rows are counted from, in rows of the pool.
         row: `fetched_rows`.
         inside: which of them exist; others are not read.
         DK: elements of a row.
         COLUMNS: the same, padded.
         FORMAT: "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8" or "int4".
         WIDTH: fp32: elements of a row that lie side by side in a warp.
+        APART: rows of the pool from one row to the next.
 
     Returns:
         codes [BLOCK_V, parts, words], block scales [BLOCK_V, 4, COLUMNS / 64] (or 0).
@@ -124,7 +131,7 @@ def fetch_codes(
     mask = inside[:, None, None]
     if COLUMNS != DK:
         mask = mask & (word < DK // CODES)[None, :, :]
-    place = row[:, None, None] * (DK // CODES) + word[None, :, :]
+    place = row[:, None, None] * (DK // CODES * APART) + word[None, :, :]
     codes = tl.load(codes_ptr + row0 * (DK // CODES) + place, mask=mask, other=0)
     scales = 0
     if FORMAT == "nvfp4":
@@ -133,7 +140,7 @@ def fetch_codes(
         lane = tl.arange(0, 4)
         EACH: tl.constexpr = max(1, HELD // 2)
         block = (lane[:, None] * HELD) // 2 + tl.arange(0, EACH)[None, :]
-        places = row[:, None, None] * (DK // 16) + block[None, :, :]
+        places = row[:, None, None] * (DK // 16 * APART) + block[None, :, :]
         scale_mask = inside[:, None, None]
         if COLUMNS != DK:
             scale_mask = scale_mask & (block < DK // 16)[None, :, :]
@@ -330,56 +337,54 @@ def token_rows(q, k, DELTA: tl.constexpr):
 
 
 @triton.jit
-def multipliers(q, k, FORMAT: tl.constexpr, DELTA: tl.constexpr, WIDTH: tl.constexpr):
-    """Bring a query and a key, FP32 [COLUMNS] in operand order, into the form that meets a tile.
+def columns_of(q, k, FORMAT: tl.constexpr, DELTA: tl.constexpr):
+    """Split two FP32 vectors [N] into the operand that meets 16-bit floats.
+
+    Args:
+        q: in the order of the other operand's columns, like k.
+        k: likewise.
+        FORMAT: of the other operand: "bf16", or a format whose operands are FP16.
+        DELTA: k is wanted.
 
     Returns:
-        a tuple of two: fp32, q and k as [parts, WIDTH]; else the operand [COLUMNS, 8], whose
-        columns are parts of q and k in turn, twice; factors of the sums over q and over k.
+        [N, 8]: parts of q and of k in turn; what products are to be multiplied by.
     """
-    COLUMNS: tl.constexpr = q.shape[0]
-    if FORMAT == "fp32":
-        PARTS: tl.constexpr = COLUMNS // WIDTH
-        return (tl.reshape(q, [PARTS, WIDTH]), tl.reshape(k, [PARTS, WIDTH])), 1.0, 1.0
-    else:
-        BF16: tl.constexpr = FORMAT == "bf16"
-        q_down = 1.0
-        k_down = 1.0
-        if not BF16:
-            q_up, q_down = _unit(q)
-            q = q * q_up
-        of_q = _parts(q, BF16)
-        of_k = tl.zeros_like(of_q)
+    down = 1.0
+    if FORMAT != "bf16":
+        size = tl.abs(q)
         if DELTA:
-            if not BF16:
-                k_up, k_down = _unit(k)
-                k = k * k_up
-            of_k = _parts(k, BF16)
-        columns = tl.reshape(tl.join(of_q, of_k), [COLUMNS, 8])
-        FACTOR: tl.constexpr = element_factor(FORMAT)
-        return (columns, columns), q_down * FACTOR, k_down * FACTOR
+            size = tl.maximum(size, tl.abs(k))
+        up, down = _unit(size)
+        q = q * up
+        k = k * up
+    of_q = _parts(q, FORMAT == "bf16")
+    of_k = tl.zeros_like(of_q)
+    if DELTA:
+        of_k = _parts(k, FORMAT == "bf16")
+    return tl.reshape(tl.join(of_q, of_k), [q.shape[0], 8]), down * element_factor(FORMAT)
 
 
 @triton.jit
-def tile_products(
-    codes,
-    scales,
-    by,
-    BLOCK_V: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DELTA: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """Form S q and S k of a tile, [BLOCK_V] each, but for scales and factors (0 without DELTA)."""
-    if FORMAT == "fp32":
-        of_q = tl.sum(tl.sum(codes * by[0][None, :, :], axis=1), axis=1)
-        of_k = of_q
-        if DELTA:
-            of_k = tl.sum(tl.sum(codes * by[1][None, :, :], axis=1), axis=1)
-        return of_q, of_k
+def pair_sums(sums):
+    """Add up what parts of two vectors gave: [V, 8] to two of [V]."""
+    return tl.split(tl.sum(tl.reshape(sums, [sums.shape[0], 4, 2]), axis=1))
+
+
+@triton.jit
+def as_operand(bits, RECORD: tl.constexpr):
+    """Take 16-bit floats as a matrix operand: BF16 comes as int16 patterns, FP16 may."""
+    if RECORD == "bf16":
+        return _bf16(bits.to(tl.int32) << 16)
+    elif bits.dtype == tl.int16:
+        return bits.to(tl.float16, bitcast=True)
     else:
-        x = operand(codes, scales, BLOCK_V, COLUMNS, FORMAT, WARPS)
-        sums = tl.dot(x, by[0], out_dtype=tl.float32)
-        sums = tl.sum(tl.reshape(sums, [BLOCK_V, 4, 2]), axis=1)
-        return tl.split(sums)
+        return bits
+
+
+@triton.jit
+def as_bits(columns):
+    """Take 16-bit floats as their int16 patterns (BF16 under the interpreter are FP32)."""
+    if columns.dtype == tl.float32:
+        return (columns.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    else:
+        return columns.to(tl.int16, bitcast=True)

@@ -254,17 +254,17 @@ def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
             replace(first, block_v=32, warps=4, registers=80),
             replace(first, block_v=32, warps=4, registers=64),
             replace(first, block_v=128, warps=8, registers=128),
-            replace(first, block_v=64, warps=4, tiles=2, registers=168),
+            replace(first, overlap=True),
         ]
     else:
         tries = [
             first,
             replace(first, block_v=128, warps=4, registers=128),
             replace(first, block_v=128, warps=4, registers=96),
-            replace(first, block_v=128, warps=4, tiles=2),
+            replace(first, block_v=128, warps=4, registers=80),
             replace(first, block_v=64, warps=4),
             replace(first, block_v=64, warps=2),
-            replace(first, block_v=64, warps=4, tiles=4),
+            replace(first, overlap=True),
             replace(first, block_v=128, warps=8),
         ]
     return [c for i, c in enumerate(tries) if c not in tries[:i]]

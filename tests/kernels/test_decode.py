@@ -216,10 +216,10 @@ def test_shapes(kind: str, dv: int, dk: int) -> None:
 @pytest.mark.parametrize(
     "read, cut",
     [
-        ("fp32", StepLaunch(block_v=8, tiles=3, width=16, warps=2)),
-        ("fp16", StepLaunch(block_v=64, tiles=2, warps=1)),
-        ("fp8", StepLaunch(block_v=32, tiles=2, warps=2)),
-        ("nvfp4", StepLaunch(block_v=16, tiles=1, warps=4)),
+        ("fp32", StepLaunch(block_v=8, width=16, warps=2)),
+        ("fp16", StepLaunch(block_v=64, warps=1)),
+        ("fp8", StepLaunch(block_v=32, warps=2)),
+        ("nvfp4", StepLaunch(block_v=16, warps=4)),
     ],
 )
 def test_every_launch_gives_the_same(read: str, cut: StepLaunch) -> None:
