@@ -111,8 +111,15 @@ def generation(ctx: click.Context, /, only: str, budget: int, **common: Any) -> 
 @_common
 @click.option("--streams", type=SIZE, default=4, show_default=True)
 @click.option("--tokens", type=SIZE, default=32_768, show_default=True)
+@click.option(
+    "--part",
+    type=click.Choice(["all", "suite"]),
+    default="all",
+    show_default=True,
+    help="suite: only the whole suite, with metrics and rows written, and where its time goes.",
+)
 @click.pass_context
-def engine(ctx: click.Context, /, streams: int, tokens: int, **common: Any) -> int:
+def engine(ctx: click.Context, /, streams: int, tokens: int, part: str, **common: Any) -> int:
     """Measure suite replayssm on a Qwen3.5-4B-shaped model against its own prefill and decode."""
     bench_, quick = _prepare(ctx, **common)
     from quantlab.bench.engine import QWEN, TINY, bench_engine
@@ -120,6 +127,7 @@ def engine(ctx: click.Context, /, streams: int, tokens: int, **common: Any) -> i
     size: dict[str, Any] = {"streams": streams, "tokens": tokens}
     if quick:
         size = {"streams": 1, "tokens": 48}
+    size["part"] = part
     rows = bench_engine(bench_, shape=TINY if quick else QWEN, **size)
     return _report(ctx, "engine", rows, bench_, common, size)
 

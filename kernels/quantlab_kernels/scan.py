@@ -16,8 +16,8 @@ Rounding points, in the order they happen in a window, the same as in `quantlab.
 An open last window (T not a multiple of L) gives outputs and leaves the state as it was.
 
 Precision: products are exact but for the order of FP32 additions (parts.py), from what was stored
-where that has few bits (folded.py). A segment begins with values instead: cutting it elsewhere moves
-last bits, which may flip a code at a boundary, and no draw.
+where that has few bits (folded.py). A segment begins with values instead: cutting it elsewhere
+moves last bits, which may flip a code at a boundary, and no draw.
 Bytes: per token and head q, v, o once, k twice, and the coefficients of coefficients.py; the state
 moves once a segment. The floor is arithmetic: at 128 x 128 and 1.76 GHz a multiprocessor has 18,000
 clocks a window for three times flash-linear-attention's chunk forward, and issues four instructions

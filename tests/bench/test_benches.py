@@ -17,6 +17,7 @@ from quantlab.bench.engine import bench_engine, build_model, engine_row
 from quantlab.bench.measure import Bench
 from quantlab.bench.scan import PROMPT, fla_row, layer_inputs, scan_row
 from quantlab.bench.scan import TINY as TINY_LAYER
+from quantlab.bench.suite import kind_of
 from quantlab.formats import parse_format
 from quantlab.replay import WindowedScan, parse_policy
 from tests.kernels.device import DEVICE, MARKS
@@ -86,6 +87,18 @@ class WrongScan(WindowedScan):
         return out * 1.01
 
 
+def test_kernels_by_what_they_are_for() -> None:
+    names = {
+        "windowed_scan_kernel": "scan",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "matmul",
+        "pytorch_flash::flash_fwd_kernel<...>": "attention",
+        "void at::native::vectorized_elementwise_kernel<4, ...>": "elementwise",
+        "Memcpy DtoD (Device -> Device)": "copy",
+        "something_new": "other",
+    }
+    assert {name: kind_of(name) for name in names} == names
+
+
 def test_a_wrong_scan_is_refused() -> None:
     inputs = [layer_inputs(TINY_LAYER, 1, 16, torch.device(DEVICE), seed=0)]
     policy = parse_policy("shared:nvfp4-sr")
@@ -115,6 +128,14 @@ def test_the_engine_bench_end_to_end_and_a_wrong_engine(monkeypatch: pytest.Monk
     assert engine["rows"] == 4 and engine["scan_s"] > 0 and engine["rest_s"] > 0
     assert ratios["of_prefill"] == pytest.approx(engine["tokens_per_s"] / prefill["tokens_per_s"])
     assert ratios["of_decode"] == pytest.approx(engine["tokens_per_s"] / decode["tokens_per_s"])
+
+    assert 0 < engine["reference_error"] < 1e-4 and engine["control_error"] < 1e-4
+
+    (suite,) = bench_engine(
+        BENCH, shape=TINY_MODEL, streams=2, tokens=20, policies=policies, part="suite"
+    )
+    assert suite.status == "ok", suite.reason
+    assert suite.values["rows"] == 4 and suite.values["parquet_s"] > 0
 
     class Silent(WindowedScan):
         def __call__(self, inputs: Any) -> torch.Tensor:
