@@ -35,12 +35,17 @@ NAMES: dict[Kind, str] = {
 }
 
 
+# Options of a command that say where results go and what is printed.
+_NOT_SHOWN = ("-q", "--quiet", "--resume", "--no-figures", "--figures", "--json", "--markdown")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """A run, whatever it is.
 
     Attributes:
         kind: what was studied.
+        what: the same in words.
         path: its directory.
         spec: what was asked for.
         record: spec.json.
@@ -52,6 +57,7 @@ class Shown:
     """
 
     kind: Kind
+    what: str
     path: Path
     spec: KlSpec
     record: dict[str, Any]
@@ -79,16 +85,15 @@ class Shown:
             prefix: of the names of its files beside the report.
         """
         sessions = self.sessions()
-        what = NAMES[self.kind]
         return Section(
-            title=f"{self.spec.model}: {what}",
+            title=f"{self.spec.model}: {self.what}",
             command=command(sessions),
             facts=self._facts(sessions),
             tables=self.tables,
             figures=[
                 Figure(
                     name=f"{prefix}{path.name}",
-                    text=f"{self.spec.model}, {what}: {path.stem}",
+                    text=f"{self.spec.model}, {self.what}: {path.stem}",
                     svg=path.read_text("utf-8"),
                 )
                 for path in self.figures
@@ -161,6 +166,7 @@ def _kl(path: Path) -> Shown:
     drawn = path / "kl.svg"
     return Shown(
         kind="kl",
+        what=NAMES["kl"],
         path=path,
         spec=result.spec,
         record=result.record,
@@ -176,6 +182,7 @@ def _ablation(path: Path) -> Shown:
     ablation = load_ablation(path)
     return Shown(
         kind=ablation.kind,
+        what=NAMES[ablation.kind],
         path=path,
         spec=ablation.result.spec,
         record=ablation.result.record,
@@ -189,8 +196,10 @@ def _attribution(path: Path) -> Shown:
     from quantlab.study.attribute import load_attribution
 
     found = load_attribution(path)
+    by_layer = max(found.units["head"].to_pylist(), default=0) < 0
     return Shown(
         kind="attribution",
+        what="which layers matter" if by_layer else NAMES["attribution"],
         path=path,
         spec=found.result.spec,
         record=found.result.record,
@@ -206,6 +215,7 @@ def _propagation(path: Path) -> Shown:
     watched = load_propagation(path)
     return Shown(
         kind="propagation",
+        what=NAMES["propagation"],
         path=path,
         spec=watched.spec,
         record=watched.record,
@@ -244,9 +254,18 @@ def csv_bytes(table: pa.Table) -> bytes:
 
 
 def command(sessions: Sequence[dict[str, Any]]) -> str:
-    """Give the command that a run was first started with."""
-    first = sessions[0].get("command", []) if sessions else []
-    return shlex.join(first) if first else "from Python; see spec.json"
+    """Give the command that a run was first started with, without what decides no row."""
+    first = list(sessions[0].get("command", [])) if sessions else []
+    if not first:
+        return "from Python; see spec.json"
+    kept: list[str] = []
+    while first:
+        word = first.pop(0)
+        if word in ("--out", "-o"):
+            first = first[1:]
+        elif word not in _NOT_SHOWN and not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def unit_order(units: pa.Table) -> dict[str, float]:

@@ -14,7 +14,7 @@ from quantlab.replay.policy import parse_policy
 from quantlab.report.claims import CLAIMS, Evidence, claims_table
 from quantlab.report.digest import write_digest
 from quantlab.report.document import Document, Figure, Section, to_html
-from quantlab.report.shown import load_shown, unit_order, write_run_page
+from quantlab.report.shown import command, load_shown, unit_order, write_run_page
 from quantlab.study.ablate import correction_spec, rounding_spec, run_ablation, run_folding
 from quantlab.study.propagate import run_propagation
 from quantlab.study.run import run_kl
@@ -329,3 +329,10 @@ def test_figures_on_one_page_share_no_id():
     assert [name for name in used if name != "g"] == ["s0f0-clip1", "s0f1-clip1"]
     assert "<h1>T &lt;b&gt;</h1>" in html and "<code>x &lt; y</code>" in html
     assert "<pre>a &amp; b</pre>" in html
+
+
+def test_commands_show_what_decides_rows():
+    given = ["quantlab", "kl", "-M", "m", "-o", "/x/y", "-q", "--policy", "fp8 / fp32", "--resume"]
+    shown = "quantlab kl -M m --policy 'fp8 / fp32'"
+    assert command([{"command": given}]) == command([{"command": [*given, "--out=/z"]}]) == shown
+    assert command([]).startswith("from Python")
