@@ -108,6 +108,11 @@ class Generation:
         return len(self.tokens) + (self.stop_id is not None)
 
 
+def question_order(lengths: Sequence[int]) -> list[int]:
+    """Order in which questions with prompts of these lengths are asked: the longest first."""
+    return sorted(range(len(lengths)), key=lambda q: -lengths[q])
+
+
 class GenerationRun:
     """All generations of a batch of questions.
 
@@ -162,7 +167,7 @@ class GenerationRun:
         made = frozenset(skip)
         # Question by question, so that a prompt is consumed once and its cache can go; the longest
         # first, since the last generations to begin are waited for by idle rows.
-        self._order = sorted(range(len(questions)), key=lambda q: -len(questions[q].tokens))
+        self._order = question_order([len(question.tokens) for question in questions])
         self.jobs = [
             job
             for q in self._order

@@ -199,6 +199,15 @@ def _run(
     expected = len(spec.arms) * len(asked) * spec.repetitions
     if rows.num_rows != expected:
         raise RunError(f"{rows.num_rows:,} generations where {expected:,} were expected")
+    write_rows(directory, spec, rows, outputs)
+
+
+def write_rows(directory: RunDirectory, spec: EvalSpec, rows: pa.Table, outputs: pa.Table) -> None:
+    """Write what a run found, and its tables.
+
+    Raises:
+        RunError: the disk is full.
+    """
     directory.write_table(directory.path / OUTPUTS_FILE, outputs)
     directory.write_table(directory.rows_file, rows)
     for file, table in (

@@ -17,6 +17,7 @@ from quantlab.metrics.accuracy_table import bins_table, summary_table
 from quantlab.replay.policy import parse_policy
 from quantlab.report.accuracy import bins_tables, summary_tables, write_report
 from quantlab.study.accuracy import load_eval, run_eval
+from quantlab.study.accuracy_cut import cut_eval
 from quantlab.study.accuracy_rows import (
     OUTPUTS,
     PART,
@@ -255,6 +256,29 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path, model, whole, seconds):
     assert run_eval(spec, out, resume=True, model=None).rows.equals(again.rows)
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
         run_eval(make_spec(seed=1), out, resume=True, model=model)
+
+
+def test_whole_questions_of_an_unfinished_run(tmp_path, model, whole):
+    spec = make_spec()
+    out, cut = tmp_path / "run", tmp_path / "cut"
+    with pytest.raises(Interrupted):
+        run_eval(spec, out, model=model, progress=Killer(24), checkpoint_seconds=0)
+    before = sorted((p.name, p.read_bytes()) for p in (out / "parts").iterdir())
+    result = cut_eval(out, cut)
+    # of four questions, each with 4 arms and 2 repetitions, the first with the longest prompts
+    number = result.record["cut"]["questions"]
+    assert result.record["cut"]["of"] == 4 and 1 <= number <= 3
+    asked = ask(spec)
+    order = sorted(range(4), key=lambda q: -len(asked[q].source.prompt))
+    want = {(asked[q].task, asked[q].question) for q in order[:number]}
+    rows = result.rows.to_pylist()
+    assert {(r["task"], r["question"]) for r in rows} == want and len(rows) == 8 * number
+    assert all(row in whole.rows.to_pylist() for row in rows)
+    # the run itself can be gone on with
+    assert sorted((p.name, p.read_bytes()) for p in (out / "parts").iterdir()) == before
+    assert run_eval(spec, out, resume=True, model=model).rows.equals(whole.rows)
+    with pytest.raises(UsageError, match="nothing to cut"):
+        cut_eval(out, tmp_path / "again")
 
 
 def test_a_question_is_answered_alike_whichever_others_are_asked(tmp_path, model, whole):
