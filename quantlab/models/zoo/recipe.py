@@ -268,7 +268,9 @@ TINY_KDA = ZooModel(
     training=Training(phases=_PHASES, unwrapped=0.3),
 )
 
-ZOO: Mapping[str, ZooModel] = MappingProxyType({m.name: m for m in (TINY_GDN, TINY_MAMBA2)})
+ZOO: Mapping[str, ZooModel] = MappingProxyType(
+    {m.name: m for m in (TINY_GDN, TINY_MAMBA2, TINY_KDA)}
+)
 """The models of the zoo by name."""
 
 END_OF_PROBLEM = 7
@@ -304,5 +306,5 @@ REASONERS: Mapping[str, ZooModel] = MappingProxyType(
 SHIPPED: Mapping[str, ZooModel] = MappingProxyType({**ZOO, **REASONERS})
 """All whose checkpoints are in the package, by name."""
 
-TRAINABLE: Mapping[str, ZooModel] = MappingProxyType({**ZOO, TINY_KDA.name: TINY_KDA, **REASONERS})
+TRAINABLE: Mapping[str, ZooModel] = SHIPPED
 """All that the recipe can train, by name."""
