@@ -10,7 +10,13 @@ from tests.kernels.device import DEVICE, MARKS
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from quantlab_kernels.draws import philox, tile_words  # isort: skip
+from quantlab_kernels.draws import (  # isort: skip
+    lane_channels,
+    lane_order,
+    lane_words,
+    philox,
+    tile_words,
+)
 
 pytestmark = MARKS
 
@@ -65,3 +71,38 @@ def test_tile_words_are_the_formats_words(dk: int) -> None:
         V=dv, K=64, QUADS=dk % 4 == 0,
     )  # fmt: skip
     assert torch.equal(out.cpu().to(torch.int64) & 0xFFFFFFFF, want)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def lanes_kernel(
+    words_ptr, lane_words_ptr, ordered_ptr, channels_ptr, seed, dk, V: tl.constexpr,
+    K: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """Write words and channels in the order of lanes."""
+    row, col = tl.arange(0, V)[:, None], tl.arange(0, K)[None, :]
+    tile = row * K + col
+    x = tl.zeros([V, K], tl.float32) + 1.0
+    draw = (seed, 5, 7, 9, dk)
+    words = tile_words(seed, 5, 7, 9, 4 * dk, dk, V, K, QUADS)
+    tl.store(words_ptr + tile, words.to(tl.int32, bitcast=True))
+    words = lane_words(x, 4 * dk, draw, QUADS)
+    tl.store(lane_words_ptr + tile, words.to(tl.int32, bitcast=True))
+    tl.store(ordered_ptr + tile, lane_order(tile.to(tl.float32)))
+    tl.store(channels_ptr + tl.arange(0, K), lane_channels(K))
+
+
+@pytest.mark.parametrize("dk", [64, 50])
+def test_words_in_the_order_of_lanes(dk: int) -> None:
+    V, K = 4, 64
+    tiles = [torch.zeros(V, K, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    ordered = torch.zeros(V, K, device=DEVICE)
+    channels = torch.zeros(K, dtype=torch.int32, device=DEVICE)
+    lanes_kernel[(1,)](*tiles, ordered, channels, 11, dk, V=V, K=K, QUADS=dk % 4 == 0)
+    order = channels.cpu().long()
+    assert order.sort().values.equal(torch.arange(K))
+    # columns 0, 1, 8, 9 of 16, which one lane holds, are four neighbours
+    assert order[[0, 1, 8, 9]].tolist() == [0, 1, 2, 3]
+    words, lanes = (x.cpu() for x in tiles)
+    live = order < dk
+    assert lanes[:, live].equal(words[:, order][:, live])
+    assert ordered.cpu().equal(torch.arange(V * K).float().view(V, K)[:, order])
