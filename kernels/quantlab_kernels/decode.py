@@ -48,8 +48,10 @@ from quantlab_kernels.decode_weights import step_weights_kernel
 from quantlab_kernels.draws import COPY_STRIDE
 from quantlab_kernels.stores import signed_seed, store_kind
 
-FORMATS = ("fp32", "fp16", "bf16", "fp8", "nvfp4")
-"""Formats, without rounding, that the decode kernels have."""
+FORMATS = ("fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int4")
+"""Kernels' names of the formats that the decode kernels have; integers have a scale per row."""
+PACKED = ("nvfp4", "int4")
+"""Those with two codes to a byte."""
 MAX_WINDOW = 64
 _RECORD_STORAGE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.int16}
 _RECORD_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -97,17 +99,15 @@ class StateStore:
             "fp32": torch.float32,
             "fp16": torch.float16,
             "bf16": torch.int16,
-            "fp8": torch.uint8,
-            "nvfp4": torch.uint8,
         }
 
         def room(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((slots, heads, *shape), dtype=dtype, device=device)
 
-        width = dk // 2 if name == "nvfp4" else dk
+        width = dk // 2 if name in PACKED else dk
         none = torch.empty(0, dtype=torch.float32, device=device)
         scales = none
-        if name == "fp8":
+        if name in ("fp8", "int8", "int4"):
             scales = room(dv, dtype=torch.float32)
         elif name == "nvfp4":
             scales = room(dv, dk // 16, dtype=torch.uint8)
@@ -116,7 +116,7 @@ class StateStore:
             heads=heads,
             dv=dv,
             dk=dk,
-            codes=room(dv, width, dtype=types[name]),
+            codes=room(dv, width, dtype=types.get(name, torch.uint8)),
             scales=scales,
             state_scale=room(dtype=torch.float32) if name == "nvfp4" else none,
         )
@@ -188,11 +188,16 @@ class StateStore:
         views = {"fp32": torch.uint32, "fp16": torch.uint16, "bf16": torch.uint16}
         codes = codes.view(views[self.name]) if self.name in views else codes
         scales = state_scale = None
-        if self.name == "nvfp4":
+        if self.name in PACKED:
             codes = unpack_nibbles(codes, self.dk)
+        if self.name == "nvfp4":
             scales, state_scale = self.scales[index], self.state_scale[index][..., None, None]
-        elif self.name == "fp8":
+        elif self.scales.numel():
             scales = self.scales[index][..., None]
+        if self.name == "int8":
+            codes = codes.view(torch.int8)
+        elif self.name == "int4":
+            codes = (codes.to(torch.int8) ^ 8) - 8  # two's complement of four bits
         none = torch.zeros((), dtype=torch.int64, device=codes.device)
         counts = CastCounts(nonfinite=none, clipped=none, zeroed=none, flushed=none)
         return Encoded(
@@ -224,8 +229,9 @@ def format_name(fmt: Format) -> str:
     """
     name = store_kind(fmt).name
     if name not in FORMATS:
+        known = ", ".join(f"{n}@row" if n.startswith("int") else n for n in FORMATS)
         raise KernelLimit(
-            f"the decode kernels do not have {fmt.short}; they have {', '.join(FORMATS)} (and -sr)"
+            f"the decode kernels do not have {fmt.short}; they have {known} (and -sr)"
         )
     return name
 
@@ -612,7 +618,7 @@ class LayerCache:
 
 def lanes_width(store: StateStore) -> int:
     """Choose how many elements of a row four lanes fetch at once: 16 bytes each."""
-    return store.dk if store.name == "nvfp4" else min(store.dk, 64 // store.codes.element_size())
+    return store.dk if store.name in PACKED else min(store.dk, 64 // store.codes.element_size())
 
 
 def row_width(store: StateStore) -> int:

@@ -156,6 +156,8 @@ KINDS = ("mamba2", "gdn", "kda")
         ("gdn", "bf16-sr / nvfp4-sr L=2"),
         ("kda", "fp16 / fp8-sr L=3 corrections=fold"),
         ("gdn", "shared:fp32 L=3 corrections=fold"),
+        ("gdn", "int8@row / int8@row-sr L=3"),
+        ("mamba2", "int4@row / fp32 L=2"),
     ],
 )
 def test_windows_with_rows_at_different_cursors(kind: str, policy: str) -> None:
@@ -235,7 +237,7 @@ def test_codes_are_the_formats_own(name: str, wide: bool) -> None:
     check_codes(name, wide)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-sr", "nvfp4", "nvfp4-sr"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-sr", "nvfp4", "nvfp4-sr", "int8@row-sr", "int4@row"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_scaled_codes_are_the_formats_own(name: str, wide: bool) -> None:
     check_codes(name, wide)
@@ -408,8 +410,8 @@ def test_what_the_kernels_lack_is_refused() -> None:
     keys = {"slots": 2, "layer": 0, "seed": 0}
     with pytest.raises(ValueError, match="windows of up to 64"):
         LayerCache.empty(parse_policy("shared:fp8 L=65"), inputs, **keys)
-    with pytest.raises(ValueError, match="do not have int8@row"):
-        LayerCache.empty(parse_policy("shared:int8@row"), inputs, **keys)
+    with pytest.raises(ValueError, match=r"do not have int6@row; they have .* int4@row"):
+        LayerCache.empty(parse_policy("shared:int6@row"), inputs, **keys)
     with pytest.raises(ValueError, match="dk of 16, 32, 64 or 128"):
         odd = sample_inputs("gdn", dtype=torch.float32, heads=1, key_heads=1, dv=8, dk=48)
         LayerCache.empty(parse_policy("shared:fp8"), odd, **keys)
