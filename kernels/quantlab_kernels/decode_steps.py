@@ -177,8 +177,9 @@ def replay_step_kernel(
 
         # the records' share
         for s in tl.static_range(SPAN):
+            # of the last heads of a unit fewer than SPAN are left: no row is then of a head beyond
+            here = head == head0 + first // dv + s
             spanned = head0 + tl.minimum(first // dv + s, UNIT - 1)
-            here = head == spanned
             at = line * heads + spanned
             if MATRIX_WRITTEN:
                 part = tl.arange(0, 8)

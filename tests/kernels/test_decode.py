@@ -215,6 +215,12 @@ def test_shapes(kind: str, dv: int, dk: int) -> None:
     Bench(kind, "nvfp4 / fp8-sr L=2", heads=2, key_heads=1, dv=dv, dk=dk).run(3)
 
 
+@pytest.mark.parametrize("policy", ["shared:fp32 L=3", "fp16 / fp32 L=3"])
+def test_tiles_that_span_heads_behind_records(policy: str) -> None:
+    """Heads of 24 rows in tiles of 16 or 32: the last tile holds fewer heads than the others."""
+    Bench("gdn", policy, heads=2, key_heads=1, dv=24, dk=16).run(3)
+
+
 @pytest.mark.parametrize(
     "read, cut",
     [
