@@ -9,7 +9,7 @@ study records is `implementation_name` of the class chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -82,6 +82,21 @@ def decode_states(device: torch.device | str, implementation: Implementation = "
         from quantlab_kernels.decode_states import KernelStates
     states: type[Any] = KernelStates
     return states
+
+
+def compiling(jobs: int | None = None) -> AbstractContextManager[None]:
+    """Compile the decode kernels that are launched inside a block, side by side; run nothing.
+
+    Args:
+        jobs: compilations at once; as many as processors if None.
+
+    Raises:
+        MissingAsset: Triton is not installed.
+    """
+    with _triton("decoding on a GPU", "decode on a CPU to try it without"):
+        from quantlab_kernels.compiling import compiling as context
+    block: AbstractContextManager[None] = context(jobs)
+    return block
 
 
 def decode_conv() -> Callable[..., Any]:

@@ -134,6 +134,24 @@ def engine(ctx: click.Context, /, streams: int, tokens: int, part: str, **common
 
 @bench.command()
 @_common
+@click.option("--windows", type=SIZE, default=16, show_default=True, help="Of 16 tokens a layer.")
+@click.option("--tokens", type=SIZE, default=1024, show_default=True, help="N of the studies.")
+@click.option("--streams", type=SIZE, default=4, show_default=True)
+@click.pass_context
+def agreement(ctx: click.Context, /, windows: int, tokens: int, streams: int, **common: Any) -> int:
+    """Compare the engine on the device with the CPU: codes, draws and KL curves of the zoo."""
+    bench_, quick = _prepare(ctx, **common)
+    from quantlab.bench.agreement import MODELS, bench_agreement
+
+    size: dict[str, Any] = {"windows": windows, "tokens": tokens, "streams": streams}
+    if quick:
+        size = {"windows": 1, "tokens": 16, "streams": 2}
+    rows = bench_agreement(bench_, models=MODELS[:1] if quick else MODELS, **size)
+    return _report(ctx, "agreement", rows, bench_, common, size)
+
+
+@bench.command()
+@_common
 @click.option(
     "--part",
     type=click.Choice(["all", "kernels", "models"]),

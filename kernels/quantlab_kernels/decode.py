@@ -29,6 +29,7 @@ from quantlab.formats.codes import unpack_nibbles
 from quantlab.recurrence import OpInputs
 from quantlab.replay.policy import Policy
 from quantlab.replay.records import RecordTypes
+from quantlab_kernels.compiling import launch
 from quantlab_kernels.decode_conventional import conventional_step_kernel
 from quantlab_kernels.decode_flush import replay_flush_kernel
 from quantlab_kernels.decode_flush_channels import replay_flush_channels_kernel
@@ -159,7 +160,9 @@ class StateStore:
             layer: ordinal of the recurrent layer.
             copy: 0 recurrence or shared, 1 read.
         """
-        put_states_kernel[(self.heads, states.shape[0])](
+        launch(
+            put_states_kernel,
+            (self.heads, states.shape[0]),
             states,
             slots,
             cursors.stream,
@@ -457,7 +460,9 @@ class LayerCache:
             "WRITTEN_RECORD": self.written_record,
             "OVERLAP": cut.overlap and out.is_cuda,
         }
-        step_weights_kernel[(heads // unit, rows)](
+        launch(
+            step_weights_kernel,
+            (heads // unit, rows),
             q,
             k,
             log,
@@ -478,7 +483,9 @@ class LayerCache:
             **switches,
         )
         tiles = -(-unit * read.dv // cut.block_v)
-        replay_step_kernel[(tiles, heads // unit, rows)](
+        launch(
+            replay_step_kernel,
+            (tiles, heads // unit, rows),
             v,
             strength,
             out,
@@ -530,7 +537,9 @@ class LayerCache:
             couples = torch.empty(grid * block * block, dtype=torch.float32, device=out.device)
             kernel, rest, width = replay_flush_kernel, [couples], lanes_width(recur)
             shape = {"BLOCK_L": block, "TILES": cut.tiles, "WARPS": cut.warps}
-        kernel[(grid,)](
+        launch(
+            kernel,
+            (grid,),
             *tensors,
             recur.codes,
             recur.scales,
@@ -585,7 +594,9 @@ class LayerCache:
         tensors, strides = self._sources(inputs, out)
         grid = (-(-recur.dv // cut.block_v), recur.heads, plan.capacity)
         exact = recur.fmt.is_exact
-        conventional_step_kernel[grid](
+        launch(
+            conventional_step_kernel,
+            grid,
             *tensors,
             recur.codes,
             recur.scales,

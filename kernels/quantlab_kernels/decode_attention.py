@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantlab_kernels.compiling import launch
+
 TILE_BYTES = 16 << 10
 """Of keys, and of values, met at once: two of each are in shared memory."""
 PROGRAMS_PER_SM = 4
@@ -171,8 +173,10 @@ class DecodeAttention:
         """
         rows, heads, d = query.shape
         key_heads, dv = keys.shape[1], values.shape[3]
-        if keys.stride()[2:] != (d, 1) or values.stride()[2:] != (dv, 1) or query.stride(2) != 1:
-            raise ValueError("query, keys and values need unit strides, positions side by side")
+        if keys.stride()[2:] != (d, 1) or values.stride()[2:] != (dv, 1):
+            raise ValueError("keys and values need unit strides, positions side by side")
+        if query.stride(2) != 1:
+            query = query.contiguous()  # a concatenation may choose another order on CUDA
         width = triton.next_power_of_2(max(d, dv)) * keys.element_size()
         block_n = max(16, min(64, TILE_BYTES // width))
         parts = self._parts(rows * key_heads, block_n)
@@ -184,7 +188,9 @@ class DecodeAttention:
         out = torch.empty((rows, heads, dv), dtype=query.dtype, device=query.device)
         group = heads // key_heads
         block_dv = triton.next_power_of_2(dv)
-        attend_part_kernel[(parts, key_heads, rows)](
+        launch(
+            attend_part_kernel,
+            (parts, key_heads, rows),
             query,
             keys,
             values,
@@ -209,7 +215,9 @@ class DecodeAttention:
             num_warps=4,
             num_stages=2,
         )
-        join_parts_kernel[(heads, rows)](
+        launch(
+            join_parts_kernel,
+            (heads, rows),
             partial,
             stats,
             out,

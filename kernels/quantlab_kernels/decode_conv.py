@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantlab_kernels.compiling import launch
+
 BLOCK = 512
 
 
@@ -94,7 +96,9 @@ def conv_step(
     if not weight.is_contiguous():
         raise ValueError("weights are contiguous")
     out = torch.empty((rows, channels, 1), dtype=x.dtype, device=x.device)
-    conv_step_kernel[(triton.cdiv(channels, BLOCK), rows)](
+    launch(
+        conv_step_kernel,
+        (triton.cdiv(channels, BLOCK), rows),
         x,
         window,
         weight,

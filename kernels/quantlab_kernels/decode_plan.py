@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantlab_kernels.compiling import launch
+
 MAX_ROWS = 4096
 ROW, SLOT, COUNT, FLUSH = (tl.constexpr(i) for i in range(4))
 """Lines of the plan: row of the batch, slot, records before this step, number of the store."""
@@ -144,7 +146,9 @@ def advance(slots: Tensor, cursors: Cursors, plan: Plan, *, window: int) -> None
             f"the plan is for {plan.capacity} rows, got slots {tuple(slots.shape)}, "
             f"strides {slots.stride()}"
         )
-    advance_kernel[(1,)](
+    launch(
+        advance_kernel,
+        (1,),
         slots,
         cursors.count,
         cursors.flush,

@@ -136,6 +136,15 @@ class KernelStates:
             for cache, state in zip(pool.layers, states, strict=True):
                 cache.start(state[picked].float().contiguous(), slots, pool.cursors)
 
+    def compile(self) -> None:
+        """Launch what `start` launches, for compilation ahead (`compiling`)."""
+        for pool in self._pools:
+            slots = pool.cursors.stream[:1]
+            for cache in pool.layers:
+                recur = cache.recur
+                states = torch.empty(1, recur.heads, recur.dv, recur.dk, device=slots.device)
+                cache.start(states, slots, pool.cursors)
+
     def stop(self, rows: Sequence[int]) -> None:
         """Free rows; their outputs read zero from then on."""
         for pool in self._pools:

@@ -215,7 +215,9 @@ class Trial:
         recur, read = self.cache.recur, self.cache.read
         sizes = {"rows": rows, "heads": recur.heads, "dv": recur.dv, "dk": recur.dk}
         self.cache.whole_cut = conventional_launch(recur.name, **sizes)
-        self.cache.flush_cut = flush_launch((recur.name, read.name), **sizes)
+        self.cache.flush_cut = flush_launch(
+            (recur.name, read.name), per_channel=self.cache.per_channel, **sizes
+        )
         self.cache.step_cut = step_launch(
             read.name,
             key_heads=self.cache.key_heads,

@@ -9,8 +9,8 @@ reached is told as a fraction of a copy or a sum measured in the same run.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from quantlab.analysis.traffic import (
     window_bytes,
 )
 from quantlab.bench.measure import Bench, Row
-from quantlab.dispatch import decode_trial
+from quantlab.dispatch import compiling, decode_trial
 from quantlab.replay import Policy, parse_policy
 
 CONVENTIONAL = parse_policy("conventional:fp32")
@@ -130,14 +130,13 @@ def bench_decode(
     Args:
         bench: where.
         wanted: what.
-        jobs: processes that compile the kernels before anything is timed; 0 leaves it to the first
-            launch.
+        jobs: kernels compiled at once before anything is timed; 0 leaves it to the first launch.
         ceiling_elements: FP32 elements that the ceilings are measured on.
         trial: instead of the kernels' own, to test the check.
     """
     wanted = list(wanted)
     if jobs:
-        compile_ahead(wanted, jobs)
+        compile_ahead(wanted, jobs, bench.device)
     copy, read = bench.copy_rate(ceiling_elements), bench.read_rate(ceiling_elements)
     yield Row(name="ceiling", values={"copy_tb_per_s": copy / 1e12, "read_tb_per_s": read / 1e12})
     done: dict[str, Row] = {}
@@ -257,22 +256,14 @@ def _compared(case: Case, values: dict[str, float], done: dict[str, Row]) -> dic
     return found
 
 
-def compile_ahead(wanted: Sequence[Case], jobs: int) -> None:
-    """Compile the kernels of cases in other processes; Triton's cache on disk keeps them.
+def compile_ahead(wanted: Sequence[Case], jobs: int, device: torch.device) -> None:
+    """Compile the kernels of cases side by side, each launched as for its batch, by one row.
 
     What fails to compile fails again, and is told, where it is measured.
     """
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(wanted))) as pool:
-        pool.map(_compile, wanted, chunksize=1)
-
-
-def _compile(case: Case) -> None:
-    torch.set_num_threads(1)
-    try:
-        built = decode_trial()(
-            case.shape, case.policy, 1, device="cuda", settle=0.0, launches_for=case.batch
-        )
-        built.compile()
-        torch.cuda.synchronize()
-    except Exception:  # told where it is measured
-        return
+    build = decode_trial()
+    with compiling(jobs):
+        for case in wanted:
+            with suppress(Exception):
+                keys = {"device": device, "settle": 0.0, "launches_for": case.batch}
+                build(case.shape, case.policy, 1, **keys).compile()

@@ -92,6 +92,9 @@ class RowStates(Protocol):
     def stop(self, rows: Sequence[int]) -> None:
         """Free rows."""
 
+    def compile(self) -> None:
+        """Launch what `start` launches, for compilation ahead; nothing without kernels."""
+
     def advance(self) -> None:
         """Begin a model step: before its first layer."""
 
@@ -164,6 +167,8 @@ class Decoder:
         self._graph: Any = None
         self._warm = False
         self._logits: Tensor | None = None
+        if on_cuda:
+            self._compile()
 
     @property
     def lengths(self) -> Tensor:
@@ -293,6 +298,17 @@ class Decoder:
 
     def _handle(self, call: OpCall) -> tuple[Tensor, Tensor | None]:
         return self.states.step(call.layer, call.inputs), None
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile all kernels side by side: a step of free rows in which no kernel runs.
+
+        What its other operations leave in the cache is overwritten when a row starts.
+        """
+        with dispatch.compiling():
+            self.states.compile()
+            self._forward()
+        self.cache.clear(range(self.rows))
 
     def _capture(self) -> Any:
         graph: Any = torch.cuda.CUDAGraph()

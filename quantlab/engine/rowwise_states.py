@@ -70,6 +70,9 @@ class RowwiseStates:
                 for cache in caches:
                     cache.stop(row)
 
+    def compile(self) -> None:
+        """Nothing: there are no kernels."""
+
     def advance(self) -> None:
         """Begin a model step."""
 

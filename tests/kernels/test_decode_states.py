@@ -14,6 +14,7 @@ from tests.kernels.device import DEVICE, MARKS, ON_GPU
 from tests.models.tiny import tiny
 
 from quantlab_kernels import decode_states  # isort: skip
+from quantlab_kernels.compiling import compiling  # isort: skip
 from quantlab_kernels.decode import LayerCache  # isort: skip
 from quantlab_kernels.decode_attention import DecodeAttention  # isort: skip
 from quantlab_kernels.decode_conv import conv_step  # isort: skip
@@ -177,3 +178,13 @@ def test_places_run_out() -> None:
     keys = {"of": [0, 0], "streams": [0, 1]}
     with pytest.raises(ValueError, match="conventional fp32: 2 rows more, 1 places left of 1"):
         decoder.start([0, 1], prompt, policies=[0, 0], **keys)
+
+
+def test_nothing_runs_while_compiling() -> None:
+    window = torch.ones(1, 4, 4, device=DEVICE)
+    x, weight = torch.ones(1, 4, 1, device=DEVICE), torch.ones(4, 4, device=DEVICE)
+    with compiling(2):
+        conv_step(2 * x, window, weight)
+    assert (window == 1).all()
+    conv_step(2 * x, window, weight)
+    assert (window[..., -1] == 2).all()
