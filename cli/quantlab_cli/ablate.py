@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantlab_cli.copies import copies
 from quantlab_cli.options import DRY_RUN, RUN, STREAMS, STUDY, with_options
 from quantlab_cli.progress import Reporter
 from quantlab_cli.types import SIZE, echo_json
@@ -159,6 +160,9 @@ def folding(read: str, windows: int, out: Path | None, as_json: bool, markdown: 
     if as_json:
         echo_json({"read": read, "windows": windows, "points": points.to_pylist()})
     return 0
+
+
+ablate.add_command(copies)
 
 
 @ablate.command("digest")

@@ -26,10 +26,8 @@ A directory of such a run holds
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ from quantlab.study.progress import Progress, Silent
 from quantlab.study.provenance import provenance
 from quantlab.study.result import load_result
 from quantlab.study.run import run_kl
-from quantlab.study.session import Interrupted
+from quantlab.study.session import Interrupted, Session
 from quantlab.study.spec import KlSpec, differences
 from quantlab.study.store import RunDirectory, read_table
 
@@ -161,24 +159,16 @@ def run_prediction(
             found = differences({k: recorded.get(k) for k in asked}, asked)
             if found:
                 raise UsageError(f"{directory.path} holds another run: {found}")
-        begun = time.monotonic()
-        session: dict[str, Any] = {"started": _now(), "command": list(command or ())}
-        earlier = list(directory.read_json(directory.run_file).get("sessions", []))
-
-        def end(state: str) -> None:
-            ended = {**session, "ended": _now(), "seconds": round(time.monotonic() - begun, 1)}
-            value = {"state": state, "sessions": [*earlier, ended]}
-            directory.write_json(directory.run_file, value)
-
+        session = Session(directory, progress, command)
         try:
             if not directory.rows_file.exists():
                 _predict(directory, spec, asked, progress, backend)
+            session.begin(spec.device)
             if against is None:
                 measured = directory.path / "measured"
                 run_kl(spec, measured, resume=True, progress=measuring, backend=backend)
         except KeyboardInterrupt:
-            if directory.exists:
-                end("interrupted")
+            session.end("interrupted")
             directory.discard_unstarted()
             raise Interrupted(
                 f"interrupted; what is done is in {directory.path}, and the same command with "
@@ -187,7 +177,7 @@ def run_prediction(
         except BaseException:
             directory.discard_unstarted()
             raise
-        end("finished")
+        session.end("finished")
     directory.drop_parts()
     result = load_prediction(directory.path)
     for name in ("compared", "agreement"):
@@ -406,7 +396,3 @@ def _writes(heads: pa.Table) -> dict[str, float]:
 def _without_seeds(policies: Sequence[Policy]) -> list[Policy]:
     """Policies that differ in more than a seed: each once."""
     return list({str(q): q for q in (replace(p, seed=None) for p in policies)}.values())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
