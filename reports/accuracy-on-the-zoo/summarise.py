@@ -24,14 +24,20 @@ from quantlab.study.accuracy import EvalResult, load_eval
 HERE = Path(__file__).parent
 NORMAL = 1.96
 SHARED, SEPARATE = "shared nvfp4-sr", "nvfp4 / fp16-sr"
+FP8_SEPARATE = "fp8 / fp16-sr"
 INTRODUCTION = """\
-# Accuracy of long generations, both reasoners
+# Accuracy of long generations
 
 The embedded reasoners write out the solutions of the embedded tasks under every policy of suite
 `replayssm` (L = 16), with FP32-state decoding in the same batches under the same sampling noise.
 Changes are paired by question and draw; errors are clustered by question. Bins are quartiles of the
 output length in a further FP32 run with noise of its own. `FP32 repeated` is the reference once
 more: what changes by itself on the machine.
+
+Of `tiny-reasoner-gdn` the run was stopped by the end of the GPU's time: what is here are its first
+questions in the order in which they are asked (`quantlab bins RUN --cut`), those with the longest
+prompts of 2,000. `tiny-reasoner-mamba2` has not been run. The tree was that at 9199848 or
+one of the next four commits; other work shared the GPU, so seconds say little.
 
 This page is written by `summarise.py` from the rows of the runs beside it.
 """
@@ -107,13 +113,35 @@ def facts(result: EvalResult) -> str:
     same = rows[REPEAT]["identical"]
     seconds = sum(s.get("seconds", 0) for s in sessions)
     tokens = sum(result.rows["length"].to_pylist())
+    cut = result.record.get("cut")
+    asked = f"{spec.limit} questions a task"
+    if cut:
+        asked = f"The first {cut['questions']} of {cut['of']:,} questions"
+    took = f", {seconds:,.0f} s" if seconds else ""
     return (
-        f"{spec.limit} questions a task, {spec.repetitions} repetitions, {sampling_line(spec)}, "
+        f"{asked}, {spec.repetitions} repetitions, {sampling_line(spec)}, "
         f"budget {spec.budget:,} tokens, {spec.rows:,} rows a forward, "
         f"{result.record['model']['dtype']}, on {result.record['made_with']['device']}: "
-        f"{result.rows.num_rows:,} generations, {tokens / 1e6:.1f} M tokens, {seconds:,.0f} s. "
-        f"FP32 is right on {100 * rows[REFERENCE]['accuracy']:.1f} %; repeated, "
-        f"{100 * same:.1f} % of its outputs are the same to the last token."
+        f"{result.rows.num_rows:,} generations, {tokens / 1e6:.1f} M tokens{took}. "
+        f"FP32 is right on {100 * rows[REFERENCE]['accuracy']:.1f} %; repeated in other rows, "
+        f"{100 * same:.1f} % of its outputs are the same to the last token. " + _kept(result)
+    )
+
+
+def _kept(result: EvalResult) -> str:
+    """Say what policies keep of FP32's right answers, and how that goes with length."""
+    right = {arm_name(r["arm"]): r for r in result.summary().to_pylist() if r["task"] == ALL}
+    bins = by_bin(result, ALL)
+    parts = []
+    for name in (SHARED, SEPARATE, FP8_SEPARATE):
+        accuracy = " → ".join(f"{100 * c['accuracy']:.0f}" for c in bins[name])
+        parts.append(f"{name} {100 * right[name]['accuracy']:.1f} % ({accuracy} by quartile)")
+    own = " → ".join(f"{100 * c['accuracy']:.0f}" for c in bins["FP32"])
+    low, high = bins["FP32"][0]["length_low"], bins["FP32"][-1]["length_high"]
+    return (
+        f"Outputs of {low:,} to {high:,} tokens, on which FP32 itself falls ({own}): "
+        + ", ".join(parts)
+        + ". Where FP32 has little left a gap has no room to grow."
     )
 
 
