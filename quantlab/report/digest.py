@@ -19,7 +19,7 @@ from quantlab.report.document import Document, Section, to_html, to_markdown
 from quantlab.report.shown import Shown, csv_bytes, load_shown
 
 # Kinds that claims are judged on, each a field of `Evidence`.
-_JUDGED = ("kl", "rounding", "window", "correction", "propagation")
+_JUDGED = ("kl", "rounding", "window", "correction", "propagation", "copies")
 
 
 def write_digest(

@@ -92,6 +92,24 @@ def test_kl_rules():
     assert find(short, "shared NVFP4 lies")[1] == "not measured"
 
 
+def test_copies_rules():
+    def row(way, first, inputs="recorded", layer=0):
+        return {"inputs": inputs, "layer": layer, "corrections": way, "windows": 8192,
+                "first_difference": first}  # fmt: skip
+
+    rows = [row("rederive", -1), row("rederive", -1, "model"), row("fold", 1),
+            row("rederive", 3, "model", layer=1)]  # fmt: skip
+    start = "corrections derived again: the recurrence copy"
+    found = verdicts(Evidence(model="m", op="gdn", copies=rows))
+    assert find(found, start) == (
+        "derived again: identical over 8,192 windows; folded: differ from window 1", "holds",
+    )  # fmt: skip
+    found = verdicts(Evidence(model="m", op="gdn", copies=[*rows, row("rederive", 7)]))
+    assert find(found, start)[1] == "does not hold"
+    found = verdicts(Evidence(model="m", op="gdn", copies=[*rows, row("fold", -1)]))
+    assert find(found, start)[1] == "does not hold"
+
+
 def test_claims_that_need_no_model():
     points = [
         {"decay": 0.9, "outcome": "harmless"}, {"decay": 0.999, "outcome": "saturates"},
@@ -196,7 +214,7 @@ def test_propagation_rules():
     assert find(plain, "half-life predicts") == ("0.4", "does not hold")
     assert find(plain, "INT6: excess NLL grows") == ("0.01 → 0.05 nats", "holds")
     assert find(delta, "without delta feedback")[1] == "not measured"
-    assert find(delta, "corrections derived again") == ("1.00e-13", "holds")
+    assert find(delta, "corrections derived again: read errors") == ("1.00e-13", "holds")
     assert find(delta, "the transition has norm") == (
         "share of one injection left: 0.1, by the gates alone 0.2", "holds",
     )  # fmt: skip

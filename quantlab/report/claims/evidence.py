@@ -26,6 +26,7 @@ class Evidence:
         window: rows of `WINDOW_SCHEMA`.
         correction: rows of `CORRECTION_SCHEMA`.
         propagation: rows of `PROPAGATION_SCHEMA`.
+        copies: rows of `COPIES_SCHEMA`.
         order: policy → Spearman of its units' accumulated error between two streams, mean.
     """
 
@@ -36,6 +37,7 @@ class Evidence:
     window: Sequence[Row] = ()
     correction: Sequence[Row] = ()
     propagation: Sequence[Row] = ()
+    copies: Sequence[Row] = ()
     order: Mapping[str, float] | None = None
 
     @property

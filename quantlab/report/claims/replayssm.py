@@ -223,6 +223,23 @@ def _folding(e: Evidence) -> Finding | None:
     )
 
 
+def _same_copies(e: Evidence) -> Finding | None:
+    """Recurrence copies under other read formats, on the same inputs: recorded, or of layer 0."""
+    same = [r for r in e.copies if r["inputs"] == "recorded" or r["layer"] == 0]
+    by_way = {way: [r for r in same if r["corrections"] == way] for way in ("rederive", "fold")}
+    if not all(by_way.values()):
+        return unmeasured("no run of quantlab ablate copies")
+    windows = max(r["windows"] for r in by_way["rederive"])
+    apart = [r["first_difference"] for r in by_way["rederive"] if r["first_difference"] >= 0]
+    folded = [r["first_difference"] for r in by_way["fold"]]
+    again = f"differ from window {min(apart)}" if apart else f"identical over {windows:,} windows"
+    first = f"from window {min(folded):,}" if min(folded) >= 0 else "not everywhere"
+    return Finding(
+        ours=f"derived again: {again}; folded: differ {first}",
+        verdict=verdict(not apart and min(folded) >= 0),
+    )
+
+
 def _control(e: Evidence) -> Finding | None:
     if not e.correction:
         return unmeasured("no run")
@@ -394,8 +411,14 @@ THEORY = (
         once=_simulation,
     ),
     Claim(
+        text="corrections derived again: the recurrence copy is the same bit for bit whatever is "
+        "read; folded, it is not",
+        source="B.4",
+        judge=only(*DELTA)(_same_copies),
+    ),
+    Claim(
         text="corrections derived again: read errors never enter the recurrence (rule: D² under "
-        "1e-9 of S²)",
+        "1e-9 of S² with NVFP4 reads)",
         source="B.4",
         judge=only(*DELTA)(watched("nvfp4 / fp32", "relative", lambda x: x < 1e-9)),
     ),
