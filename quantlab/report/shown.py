@@ -24,17 +24,19 @@ from quantlab.report.table import Table, make_table
 if TYPE_CHECKING:
     from quantlab.study.spec import KlSpec
 
-Kind = Literal["kl", "rounding", "window", "correction", "propagation", "attribution"]
+Kind = Literal["kl", "rounding", "window", "correction", "propagation", "attribution", "copies"]
 NAMES: dict[Kind, str] = {
     "kl": "KL from FP32-state decoding",
     "propagation": "drift of stored states",
     "attribution": "which heads matter",
+    "copies": "does what is read change what is stored",
     "rounding": TITLES["rounding"],
     "window": TITLES["window"],
     "correction": TITLES["correction"],
 }
 
 
+_COMMANDS = {"propagation": "propagate", "copies": "ablate copies"}
 # Options of a command that say where results go and what is printed.
 _NOT_SHOWN = ("-q", "--quiet", "--resume", "--no-figures", "--figures", "--json", "--markdown")
 
@@ -141,6 +143,8 @@ def kind_of(path: Path) -> Kind:
     kind = next((name for name in NAMES if name == recorded), None)
     if kind is None:
         raise UsageError(f"{path} holds no run of kl, ablate, attribute or propagate")
+    if kind in ("propagation", "copies") and not directory.rows_file.exists():
+        raise UsageError(f"{path} holds no finished run of quantlab {_COMMANDS[kind]}")
     return kind
 
 
@@ -156,6 +160,8 @@ def load_shown(path: Path) -> Shown:
         return _kl(path)
     if kind == "attribution":
         return _attribution(path)
+    if kind == "copies":
+        return _copies(path)
     return _propagation(path) if kind == "propagation" else _ablation(path)
 
 
@@ -206,6 +212,26 @@ def _attribution(path: Path) -> Shown:
         data={"attribution": found.units, "additivity": found.sums},
         tables=attribution_report(found.units, found.sums),
         figures=_svg(write_attribution(found)),
+    )
+
+
+def _copies(path: Path) -> Shown:
+    from quantlab.report.copies import copies_table
+    from quantlab.study.spec import KlSpec
+    from quantlab.study.store import RunDirectory, read_table
+
+    directory = RunDirectory(path)
+    record = directory.read_json(directory.spec_file)
+    rows = read_table(directory.rows_file)
+    return Shown(
+        kind="copies",
+        what=NAMES["copies"],
+        path=path,
+        spec=KlSpec.from_json(record["spec"]),
+        record=record,
+        data={"copies": rows},
+        tables=[copies_table(rows)],
+        figures=[],
     )
 
 
