@@ -16,7 +16,7 @@ from quantlab.errors import RunError
 from quantlab.study.provenance import provenance
 
 SCHEMA = 1
-BENCHES = ("casts", "scan", "engine", "decode", "generation")
+BENCHES = ("casts", "scan", "engine", "agreement", "decode", "generation")
 STATUSES = ("ok", "refused", "absent")
 
 
