@@ -38,8 +38,20 @@ from quantlab.replay.records import RecordTypes
 from quantlab_kernels.coefficients import window_coefficients
 from quantlab_kernels.draws import COPY_STRIDE, lane_channels, lane_order
 from quantlab_kernels.folded import rows_overflow, sizes_of, store_part, whole_scale
-from quantlab_kernels.parts import dot_parts, split_parts, transposed
+from quantlab_kernels.parts import dot_parts, split_parts
 from quantlab_kernels.rounding import round_record
+from quantlab_kernels.scan_window import (
+    copy_product,
+    flush_keys,
+    load_decays,
+    load_parts,
+    load_square,
+    load_steps,
+    load_total,
+    loaded_products,
+    operands_of_window,
+    part_rows,
+)
 from quantlab_kernels.stores import signed_seed, store_kind, tile_shape
 from quantlab_kernels.substitution import substitute
 
@@ -53,142 +65,6 @@ UNSPECIALIZED = [
     *("stride_dt_row", "stride_beta_row"),
 ]
 """Arguments that differ from call to call: their values must not ask for another compilation."""
-
-
-@triton.jit
-def _load_steps(base_ptr, t, live, col, width, stride_t):
-    """Load [BLOCK_L, columns] FP32 of the window's tokens; zero beyond the window or the width."""
-    mask = live[:, None] & (col < width)[None, :]
-    x = tl.load(base_ptr + t[:, None] * stride_t + col[None, :], mask=mask, other=0.0)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _load_square(base_ptr, unit, BLOCK_L: tl.constexpr):
-    step = tl.arange(0, BLOCK_L)
-    return tl.load(base_ptr + unit * BLOCK_L * BLOCK_L + step[:, None] * BLOCK_L + step[None, :])
-
-
-@triton.jit
-def _load_decays(base_ptr, unit, dk, channel, BLOCK_L: tl.constexpr, PER_CHANNEL: tl.constexpr):
-    """Load decays of the window's steps: [BLOCK_L, BLOCK_K] per channel, [BLOCK_L] per head."""
-    step = tl.arange(0, BLOCK_L)
-    if PER_CHANNEL:
-        ptrs = base_ptr + (unit * BLOCK_L + step[:, None]) * dk + channel[None, :]
-        return lane_order(tl.load(ptrs, mask=(channel < dk)[None, :], other=0.0))
-    else:
-        return tl.load(base_ptr + unit * BLOCK_L + step)
-
-
-@triton.jit
-def _load_total(
-    base_ptr, unit, dk, channel, L: tl.constexpr, BLOCK_L: tl.constexpr, PER_CHANNEL: tl.constexpr
-):
-    """Load a full window's decay of the state: [1, BLOCK_K] per channel, a number per head."""
-    if PER_CHANNEL:
-        ptrs = base_ptr + (unit * BLOCK_L + L - 1) * dk + channel
-        return lane_order(tl.load(ptrs, mask=channel < dk, other=0.0)[None, :])
-    else:
-        return tl.load(base_ptr + unit * BLOCK_L + L - 1)
-
-
-@triton.jit
-def _parts_of(x, decay, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr):
-    """Split a window's queries or keys, decayed if per channel: parts of [BLOCK_K, BLOCK_L]."""
-    if PER_CHANNEL:
-        return transposed(split_parts(x * decay, 3))
-    else:
-        return transposed(split_parts(x, PARTS))
-
-
-@triton.jit
-def _product(operand, factor, right, decay, PER_CHANNEL: tl.constexpr):
-    """Form a copy times decayed keys or queries: [V, BLOCK_L] FP32."""
-    shape: tl.constexpr = [operand[0].shape[0], right[0].shape[1]]
-    product = dot_parts(operand, right, tl.zeros(shape, tl.float32)) * factor
-    if PER_CHANNEL:
-        return product
-    else:
-        return product * decay[None, :]
-
-
-@triton.jit
-def _flushed(keys, L: tl.constexpr, KEY_RECORD: tl.constexpr):
-    """Take the keys that a flush sees [BLOCK_L, BLOCK_K]: records, and token L's as it is."""
-    is_last = tl.arange(0, keys.shape[0]) == L - 1
-    return tl.where(is_last[:, None], keys, round_record(keys, KEY_RECORD))
-
-
-@triton.jit
-def _operands_of_window(
-    q_ptrs,
-    k_ptrs,
-    from_start_ptr,
-    unit,
-    window,
-    T,
-    channel,
-    dk,
-    stride_q_t,
-    stride_k_t,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    KEY_RECORD: tl.constexpr,
-    KEY_PARTS: tl.constexpr,
-    FLUSH_PARTS: tl.constexpr,
-):
-    """Load what the copies are multiplied by: parts of queries, keys and keys of the flush.
-
-    Without a delta rule keys are the queries again: nothing is multiplied by them.
-    """
-    step = tl.arange(0, BLOCK_L)
-    t = window * L + step
-    live = (step < L) & (t < T)
-    decay = _load_decays(from_start_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
-    queries = lane_order(_load_steps(q_ptrs, t, live, channel, dk, stride_q_t))
-    query_parts = _parts_of(queries, decay, KEY_PARTS, PER_CHANNEL)
-    if DELTA:
-        keys = lane_order(_load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
-        key_parts = _parts_of(keys, decay, KEY_PARTS, PER_CHANNEL)
-        flush_parts = _parts_of(_flushed(keys, L, KEY_RECORD), decay, FLUSH_PARTS, PER_CHANNEL)
-        return decay, query_parts, key_parts, flush_parts
-    else:
-        return decay, query_parts, query_parts, query_parts
-
-
-@triton.jit
-def _part_rows(p: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr):
-    """Rows of the state in part p."""
-    if p == 0:
-        return tl.arange(0, BLOCK_V)
-    else:
-        return BLOCK_V + tl.arange(0, TAIL_V)
-
-
-@triton.jit
-def _load_parts(
-    ptrs, dv, dk, channel, PARTS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr
-):
-    """Load a copy: a tuple of [V, BLOCK_K] FP32."""
-    tiles = ()
-    for p in tl.static_range(PARTS):
-        value = _part_rows(p, BLOCK_V, TAIL_V)
-        mask = (value < dv)[:, None] & (channel < dk)[None, :]
-        tile = tl.load(ptrs + value[:, None] * dk, mask=mask, other=0.0)
-        tiles = tiles + (tile,)  # noqa: RUF005 (kernels know no unpacking)
-    return tiles
-
-
-@triton.jit
-def _loaded_products(tiles, right, decay, PER_CHANNEL: tl.constexpr):
-    """Form `_product` of every part of a copy as loaded."""
-    products = ()
-    for p in tl.static_range(len(tiles)):
-        product = _product(split_parts(tiles[p], 3), 1.0, right, decay, PER_CHANNEL)
-        products = products + (product,)  # noqa: RUF005
-    return products
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -294,7 +170,7 @@ def windowed_scan_kernel(
     bad_flush = tl.load(bad_flush_ptrs)
 
     # the stored copies, and their products with the first window
-    decay, query_parts, key_parts, flush_parts = _operands_of_window(
+    decay, query_parts, key_parts, flush_parts = operands_of_window(
         q_ptrs,
         k_ptrs,
         from_start_ptr,
@@ -313,17 +189,17 @@ def windowed_scan_kernel(
         KEY_PARTS,
         FLUSH_PARTS,
     )
-    S = _load_parts(recur_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
+    S = load_parts(recur_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
     kept = S
     if SEPARATE:
-        kept = _load_parts(read_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
-    read_q = _loaded_products(kept, query_parts, decay, PER_CHANNEL)
+        kept = load_parts(read_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
+    read_q = loaded_products(kept, query_parts, decay, PER_CHANNEL)
     read_k = read_q
     recur_k = read_q
     if DELTA:
-        read_k = _loaded_products(kept, key_parts, decay, PER_CHANNEL)
+        read_k = loaded_products(kept, key_parts, decay, PER_CHANNEL)
     if SECOND:
-        recur_k = _loaded_products(S, flush_parts, decay, PER_CHANNEL)
+        recur_k = loaded_products(S, flush_parts, decay, PER_CHANNEL)
     first_bad = ()
     for p in tl.static_range(PARTS):
         bad_rows = tl.full([S[p].shape[0]], -1, tl.int32)
@@ -336,19 +212,19 @@ def windowed_scan_kernel(
         flush = first_flush + window
 
         # outputs and the folded state
-        keys = lane_order(_load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
-        flushed = _flushed(keys, L, KEY_RECORD)
-        to_end = _load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
+        keys = lane_order(load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
+        flushed = flush_keys(keys, L, KEY_RECORD)
+        to_end = load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
         if PER_CHANNEL:
             fold_parts = split_parts(flushed * to_end, 3)
         else:
             fold_parts = split_parts(flushed, FLUSH_PARTS)
-        total = _load_total(from_start_ptr, unit, dk, channel, L, BLOCK_L, PER_CHANNEL)
-        weight_parts = split_parts(_load_square(weights_ptr, unit, BLOCK_L), 3)
+        total = load_total(from_start_ptr, unit, dk, channel, L, BLOCK_L, PER_CHANNEL)
+        weight_parts = split_parts(load_square(weights_ptr, unit, BLOCK_L), 3)
         own = tl.load(own_ptr + unit * BLOCK_L + step)
         if DELTA:
             beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
-            solve_parts = split_parts(_load_square(solve_ptr, unit, BLOCK_L), 3)
+            solve_parts = split_parts(load_square(solve_ptr, unit, BLOCK_L), 3)
         if SEPARATE:
             # step L reads the state being stored; an open window has none
             t_last = tl.minimum(window * L + L - 1, T - 1)
@@ -360,8 +236,8 @@ def windowed_scan_kernel(
             w_last = tl.where(is_last, own, w_last)
         folded = ()
         for p in tl.static_range(PARTS):
-            value = _part_rows(p, BLOCK_V, TAIL_V)
-            v = tl.trans(_load_steps(v_ptrs, t, live, value, dv, stride_v_t))
+            value = part_rows(p, BLOCK_V, TAIL_V)
+            v = tl.trans(load_steps(v_ptrs, t, live, value, dv, stride_v_t))
             v_record = round_record(v, KEY_RECORD)
             if HAS_DT:
                 dt = tl.load(dt_ptrs + t * stride_dt_t, mask=live, other=0.0).to(tl.float32)
@@ -414,7 +290,7 @@ def windowed_scan_kernel(
 
         # the next window's queries and keys; past the last one, the last ones again
         following = tl.minimum(window + 1, n_windows - 1)
-        decay, query_parts, key_parts, flush_parts = _operands_of_window(
+        decay, query_parts, key_parts, flush_parts = operands_of_window(
             q_ptrs,
             k_ptrs,
             from_start_ptr,
@@ -451,7 +327,7 @@ def windowed_scan_kernel(
         bad_before = first_bad
         first_bad = ()
         for p in tl.static_range(PARTS):
-            value = _part_rows(p, BLOCK_V, TAIL_V)
+            value = part_rows(p, BLOCK_V, TAIL_V)
             mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
             first = first_element + p * BLOCK_V * dk
             bad = rows_overflow(sizes[p], RECUR_FORMAT, value.shape[0], applies, PARTIAL)
@@ -473,10 +349,10 @@ def windowed_scan_kernel(
                 )
                 if window == T // L - 1:
                     tl.store(read_ptrs + value[:, None] * dk, stored, mask=mask)
-                read_product = _product(operand, factor, query_parts, decay, PER_CHANNEL)
+                read_product = copy_product(operand, factor, query_parts, decay, PER_CHANNEL)
                 product = read_product
                 if DELTA:
-                    product = _product(operand, factor, key_parts, decay, PER_CHANNEL)
+                    product = copy_product(operand, factor, key_parts, decay, PER_CHANNEL)
                 read_q = read_q + (read_product,)  # noqa: RUF005
                 read_k = read_k + (product,)  # noqa: RUF005
             stored, operand, factor = store_part(
@@ -493,20 +369,20 @@ def windowed_scan_kernel(
             )
             S = S + (stored,)  # noqa: RUF005
             if not SEPARATE:
-                product = _product(operand, factor, query_parts, decay, PER_CHANNEL)
+                product = copy_product(operand, factor, query_parts, decay, PER_CHANNEL)
                 read_q = read_q + (product,)  # noqa: RUF005
                 if DELTA:
-                    product = _product(operand, factor, key_parts, decay, PER_CHANNEL)
+                    product = copy_product(operand, factor, key_parts, decay, PER_CHANNEL)
                 read_k = read_k + (product,)  # noqa: RUF005
             if SECOND:
-                product = _product(operand, factor, flush_parts, decay, PER_CHANNEL)
+                product = copy_product(operand, factor, flush_parts, decay, PER_CHANNEL)
             recur_k = recur_k + (product,)  # noqa: RUF005
             newly = bad & (bad_before[p] < 0) & (window < T // L)
             first_bad = first_bad + (tl.where(newly, flush, bad_before[p]),)  # noqa: RUF005
 
     if T % L == 0:
         for p in tl.static_range(PARTS):
-            value = _part_rows(p, BLOCK_V, TAIL_V)
+            value = part_rows(p, BLOCK_V, TAIL_V)
             mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
             tl.store(recur_ptrs + value[:, None] * dk, S[p], mask=mask)
 
