@@ -53,7 +53,7 @@ def operand_width(name):
 
     Another number gives the same sums, but codes then change lanes on their way.
     """
-    return {"nvfp4": 8, "int4": 8}.get(name, 4)
+    return {"nvfp4": 8}.get(name, 4)
 
 
 @triton.constexpr_function
