@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantlab_cli.ablate import FAILED_CELLS, Numbers
-from quantlab_cli.options import DRY_RUN, RUN, STREAMS, study_options, with_options
+from quantlab_cli.options import DRY_RUN, RUN, study_options, with_options
 from quantlab_cli.progress import Reporter
 from quantlab_cli.types import SIZE, Choice, echo_json
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @with_options(study_options(512))
-@with_options(STREAMS)
+@click.option("--streams", type=SIZE, default=2, show_default=True, help="Token streams.")
 @click.option(
     "--policy",
     default="shared:nvfp4-sr",
