@@ -117,7 +117,7 @@ def eval(
     from quantlab.study.accuracy import run_eval
 
     directory = out or Path("runs") / f"eval-{Path(spec.model).name.lower()}-{spec.digest()}"
-    with Reporter(quiet=quiet, unit="generations", rate="generations") as reporter:
+    with Reporter(quiet=quiet, unit="tokens", rate="tokens") as reporter:
         result = run_eval(
             spec,
             directory,

@@ -16,8 +16,10 @@ together; products of one shape may still differ between rows there.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 STOP, BUDGET, BROKEN = "stop", "budget", "diverged"
 _FINISH = {row_sampler.STOPPED: STOP, row_sampler.CUT: BUDGET, row_sampler.BROKEN: BROKEN}
 
-LOOK_EVERY = 32
+LOOK_EVERY = 64
 """Steps on CUDA between looks at which rows have ended; one that has waits half of them idle."""
 TOGETHER = 32
 """Most prompts of one length that are consumed in one forward on CUDA."""
@@ -129,6 +131,10 @@ class GenerationRun:
         busy: most rows in use at once; all of them if None. Changes no answer on a CPU.
         skip: jobs that need not be made (already on disk).
 
+    Attributes:
+        steps: taken so far.
+        seconds: of consuming prompts, starting rows, steps, and reading what rows wrote.
+
     Raises:
         ValueError: a size below 1, no arm, no question, an empty prompt, or equal question ids.
     """
@@ -200,7 +206,8 @@ class GenerationRun:
         )
         self._going: dict[int, Job] = {}
         self._prompts: dict[int, tuple[Prompt, int]] = {}
-        self._under_way = 0
+        self._tokens: dict[int, int] = {}
+        self.seconds = {"prompts": 0.0, "starts": 0.0, "steps": 0.0, "reads": 0.0}
 
     def run(self, on_step: Callable[[], None] | None = None) -> Iterator[Generation]:
         """Yield generations as they finish.
@@ -210,20 +217,33 @@ class GenerationRun:
                 that ended have been consumed: the state can be saved there.
         """
         while self._going or self._queue:
-            ended = self._fill()
+            with self._clock("starts", less="prompts"):
+                ended = self._fill()
             if self._going:
-                for _ in range(self._look_every):
-                    self._sampler.choose(self._decoder.step(self._sampler.pending))
-                    self.steps += 1
-                ended += self._collect(sorted(self._going))
+                with self._clock("steps"):
+                    for _ in range(self._look_every):
+                        self._sampler.choose(self._decoder.step(self._sampler.pending))
+                        self.steps += 1
+                with self._clock("reads"):
+                    ended += self._collect(sorted(self._going))
             yield from ended
             if on_step is not None:
                 on_step()
 
     @property
-    def under_way(self) -> float:
-        """What the rows in use have done, in generations of full budget."""
-        return self._under_way / self.budget
+    def under_way(self) -> list[tuple[Job, int]]:
+        """Jobs in the rows and their tokens so far, at the last look."""
+        return [(job, self._tokens.get(row, 0)) for row, job in self._going.items()]
+
+    @contextmanager
+    def _clock(self, part: str, *, less: str = "") -> Iterator[None]:
+        """Count the seconds of a part, what it starts on the device included."""
+        inner, begun = self.seconds.get(less, 0.0), time.monotonic()
+        yield
+        if self.m.device.type == "cuda":
+            torch.cuda.synchronize(self.m.device)
+        inside = self.seconds.get(less, 0.0) - inner
+        self.seconds[part] += time.monotonic() - begun - inside
 
     @property
     def worth_saving(self) -> bool:
@@ -352,7 +372,8 @@ class GenerationRun:
         if done:
             self._sampler.free(done)
             self._decoder.stop(done)
-        self._under_way = int(self._sampler.count[sorted(self._going)].sum())
+        counts = self._sampler.count.tolist()
+        self._tokens = {row: counts[row] for row in self._going}
         return found
 
     def _prompt(self, index: int) -> tuple[Prompt, int]:
@@ -365,7 +386,8 @@ class GenerationRun:
                 for q in self._order[first : first + self._together]
                 if len(self.questions[q].tokens) == length
             ]
-            prompt = prefill(self.m, torch.stack([self.questions[q].tokens for q in near]))
+            with self._clock("prompts"):
+                prompt = prefill(self.m, torch.stack([self.questions[q].tokens for q in near]))
             # jobs come question by question: those before this one can go
             ahead = set(self._order[first:])
             self._prompts = {q: p for q, p in self._prompts.items() if q in ahead}

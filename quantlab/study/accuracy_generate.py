@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantlab.study.accuracy_rows import part_table
-from quantlab.study.accuracy_spec import EvalSpec
+from quantlab.study.accuracy_spec import EvalSpec, expected_tokens
 from quantlab.study.accuracy_text import Texts
 from quantlab.study.progress import Progress
 from quantlab.study.store import RunDirectory, read_table, save_tensors
@@ -67,8 +67,12 @@ def generate(
     text: Texts,
     progress: Progress,
     checkpoint_seconds: float,
-) -> None:
-    """Make every generation that is not on disk yet; a kill costs what came after the last save."""
+) -> dict[str, float]:
+    """Make every generation that is not on disk yet; a kill costs what came after the last save.
+
+    Returns:
+        Seconds by part (see `GenerationRun`).
+    """
     import torch
 
     from quantlab.engine.generation import Generation, Job
@@ -92,8 +96,10 @@ def generate(
         run.load_state_dict(state)
     else:
         base = len(files)
-    done = len(made)
-    progress.start(len(spec.arms) * len(text.ids) * spec.repetitions, done)
+    # what is left is told by tokens: the longest outputs come first
+    expected = [expected_tokens(a, spec) for a in text.asked]
+    done = sum(expected[job.question] for job in made)
+    progress.start(len(spec.arms) * sum(expected) * spec.repetitions, done)
     waiting: list[Generation] = []
     margins_of = [name for name, _, _ in spec.arms].index("reference")
     count = len(files)
@@ -108,7 +114,8 @@ def generate(
 
     def stepped() -> None:
         nonlocal due
-        progress.advance(int(done + run.under_way))
+        going = sum(min(tokens, expected[job.question]) for job, tokens in run.under_way)
+        progress.advance(done + going)
         if time.monotonic() < due:
             return
         save()
@@ -124,9 +131,11 @@ def generate(
 
     for generation in run.run(stepped):
         waiting.append(generation)
-        done += 1
+        done += expected[generation.job.question]
     save()
+    progress.advance(done)
     directory.state_file(0).unlink(missing_ok=True)
+    return {part: round(seconds, 1) for part, seconds in run.seconds.items()}
 
 
 def _parts(directory: RunDirectory) -> list[Path]:

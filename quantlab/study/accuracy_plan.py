@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantlab.data.tasks import Problem
 from quantlab.errors import UsageError
 from quantlab.study.accuracy_generate import generation_run
-from quantlab.study.accuracy_spec import Asked, EvalSpec, ask
+from quantlab.study.accuracy_spec import EvalSpec, ask, expected_tokens
 from quantlab.study.accuracy_text import Texts
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def plan_eval(spec: EvalSpec, *, model: LoadedModel | None = None) -> dict[str, 
     asked = text.asked
     arms = len(spec.arms)
     generations = arms * len(asked) * spec.repetitions
-    tokens = arms * spec.repetitions * sum(_expected(a, spec) for a in asked)
+    tokens = arms * spec.repetitions * sum(expected_tokens(a, spec) for a in asked)
     step, rows = _trial(spec, m, text)
     return {
         "arms": f"{arms}: FP32 three times, {len(spec.policies)} policies",
@@ -92,10 +91,6 @@ def plan_eval(spec: EvalSpec, *, model: LoadedModel | None = None) -> dict[str, 
         "tokens_per_second": round(rows / step, 1),
         "seconds": round(tokens / rows * step, 1),
     }
-
-
-def _expected(a: Asked, spec: EvalSpec) -> int:
-    return len(a.source.solution) + 1 if isinstance(a.source, Problem) else spec.budget // 2
 
 
 def _trial(spec: EvalSpec, m: LoadedModel, text: Texts) -> tuple[float, int]:

@@ -188,6 +188,11 @@ class Asked:
         return self.source.answer if isinstance(self.source, Problem) else self.source.gold
 
 
+def expected_tokens(a: Asked, spec: EvalSpec) -> int:
+    """Guess the tokens of an output: the worked solution's, or half the budget."""
+    return len(a.source.solution) + 1 if isinstance(a.source, Problem) else spec.budget // 2
+
+
 def ask(spec: EvalSpec) -> list[Asked]:
     """Collect the questions of a study, task by task.
 

@@ -221,7 +221,7 @@ def test_mathematics_goes_to_the_grader():
 
 
 class Killer:
-    """A progress that plays Ctrl-C once so many generations are done."""
+    """A progress that plays Ctrl-C once so many 32nds of the tokens are done."""
 
     def __init__(self, at):
         self.at = at
@@ -230,7 +230,8 @@ class Killer:
         self.total = total
 
     def advance(self, done):
-        if done >= self.at:
+        assert done <= self.total
+        if 32 * done >= self.at * self.total:
             raise KeyboardInterrupt
 
     def note(self, text):
@@ -250,6 +251,8 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path, model, whole, seconds):
     again = run_eval(spec, out, resume=True, model=model, checkpoint_seconds=seconds)
     for file in ("rows.parquet", "outputs.parquet"):
         assert (out / file).read_bytes() == (whole.path / file).read_bytes()
+    parts = again.run["sessions"][-1]["seconds_by_part"]
+    assert set(parts) == {"prompts", "starts", "steps", "reads"} and parts["steps"] > 0
     assert again.run["state"] == "finished" and len(again.run["sessions"]) == 3
     assert not (out / "parts").exists()
     # the same spec again computes nothing, another is refused
