@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,13 +39,14 @@ from quantlab.analysis.traffic import (
 )
 from quantlab.formats import encode, parse_format
 from quantlab.formats.philox import sr_words
-from quantlab.replay import StepwiseCache, parse_policy
+from quantlab.replay import Policy, StepwiseCache, parse_policy
 from quantlab_kernels.decode import LayerCache, StateStore
-from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, step_launch
+from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, flush_launch, step_launch
 from quantlab_kernels.decode_plan import Cursors, Plan, advance
 from quantlab_kernels.decode_trial import Trial
 from quantlab_kernels.smoke import make_inputs, to_device
 
+Cut = StepLaunch | TileLaunch
 SEED = 2**63 + 5
 OUTPUT_BOUND = 3e-6
 """Relative to the largest output: sums of 144 FP32 products in another order."""
@@ -68,6 +69,8 @@ STEP_POLICIES = (
     "conventional:fp16-sr",
     "conventional:fp8-sr",
     "conventional:nvfp4-sr",
+    "int8@row / int8@row-sr",
+    "int4@row / fp16-sr",
 )
 TIMED = (
     "shared:fp32 corrections=fold",
@@ -270,15 +273,47 @@ def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
     return [c for i, c in enumerate(tries) if c not in tries[:i]]
 
 
-def flushes(first: TileLaunch, whole: bool) -> list[TileLaunch]:
+def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[TileLaunch]:
     """List launches of a flush to try, the table's first."""
-    if whole:
-        return [first, replace(first, warps=max(4, first.warps // 2), per_sm=2)]
-    return [
-        first,
-        replace(first, block_v=16, per_sm=6, registers=80),
-        replace(first, block_v=64, warps=8, per_sm=2),
-    ]
+    first = flush_launch(
+        formats,
+        rows=batch,
+        heads=shape.heads,
+        dv=shape.dv,
+        dk=shape.dk,
+        per_channel=shape.per_channel,
+    )
+    if "nvfp4" in formats:
+        tries = [first, replace(first, per_sm=2, registers=128)]
+    else:
+        tries = [
+            first,
+            replace(first, per_sm=3, registers=168),
+            replace(first, per_sm=2, registers=None),
+            replace(first, per_sm=4, registers=128),
+            replace(first, tiles=1),
+        ]
+    return [c for i, c in enumerate(tries) if c not in tries[:i]]
+
+
+def all_launches(shape: LayerShape, policy: Policy, batch: int) -> list[Cut]:
+    """List launches of both kinds."""
+    read, recur = (f.short.removesuffix("-sr") for f in (policy.read, policy.recur))
+    return [*launches(shape, read, batch), *flushes(shape, (recur, read), batch)]
+
+
+def swept(
+    cuts: Sequence[Cut], use: Callable[[Cut], None], measure: Callable[[], float]
+) -> dict[Cut, float]:
+    """Time launches; one that does not run is said and left out."""
+    tried = {}
+    for cut in cuts:
+        try:
+            use(cut)
+            tried[cut] = measure()
+        except Exception as error:
+            sys.stderr.write(f"{cut}: {type(error).__name__}: {str(error)[:200]}\n")
+    return tried
 
 
 def ceiling() -> dict[str, float]:
@@ -320,12 +355,15 @@ def checked_case(case: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     return f"steps {family} {parse_policy(text).short} {dtype}", row
 
 
-def compiled_case(case: tuple[int, str, StepLaunch | None]) -> None:
+def compiled_case(case: tuple[int, str, Cut]) -> None:
     """Compile one launch in a worker: a batch of one row runs it, Triton's cache keeps it."""
     index, text, cut = case
     try:
         timing = Timing(PAPER_SHAPES[index], parse_policy(text), 1, settle=0)
-        timing.cache.step_cut = cut
+        if isinstance(cut, StepLaunch):
+            timing.cache.step_cut = cut
+        else:
+            timing.cache.flush_cut = cut
         timing.compile()
         torch.cuda.synchronize()
     except Exception:
@@ -337,7 +375,7 @@ def timed(
     text: str,
     batch: int,
     rates: dict[str, float],
-    cuts: dict[str, StepLaunch],
+    cuts: dict[str, Cut],
     sweep: bool,
 ) -> dict[str, Any]:
     """Time one policy at one shape and batch; a sweep first, if asked for."""
@@ -349,20 +387,26 @@ def timed(
         moved = batch * float(conventional_bytes(shape, policy.recur).total)
         return {"ok": True, "us": us, "of_copy": moved / us / 1e6 / rates["copy"]}
     row: dict[str, Any] = {"ok": True}
-    key = f"{shape.delta} {shape.dv} {policy.read.short}"
+    key = f"{shape.delta} {shape.dv} {policy.short} {cache.rederives}"
     if sweep:
-        tried = {}
-        for cut in launches(shape, cache.read.name, batch):
-            try:
-                cache.step_cut = cut
-                tried[cut] = timing.microseconds(*timing.steps())
-            except Exception as error:
-                sys.stderr.write(f"{cut}: {type(error).__name__}: {str(error)[:200]}\n")
-        best = min(tried, key=lambda c: tried[c])
-        cuts[key] = best
-        row["tried"] = [[round(us, 2), asdict(cut)] for cut, us in tried.items()]
-    if batch >= 256 and key in cuts:
-        cache.step_cut = cuts[key]
+        kinds = {
+            "step": (launches(shape, cache.read.name, batch), timing.steps()),
+            "flush": (
+                flushes(shape, (cache.recur.name, cache.read.name), batch),
+                timing.flush(),
+            ),
+        }
+        row["tried"] = []
+        for kind, (tries, work) in kinds.items():
+            tried = swept(
+                tries,
+                lambda cut, kind=kind: setattr(cache, f"{kind}_cut", cut),
+                lambda work=work: timing.microseconds(*work),
+            )
+            cuts[f"{kind} {key}"] = min(tried, key=lambda c: tried[c])
+            row["tried"] += [[round(us, 2), {kind: asdict(cut)}] for cut, us in tried.items()]
+    if batch >= 256 and f"step {key}" in cuts:
+        cache.step_cut, cache.flush_cut = cuts[f"step {key}"], cuts[f"flush {key}"]
     kinds = (timing.steps(), timing.flush(), timing.window())
     steps, flush, window = (timing.microseconds(*kind) for kind in kinds)
     read = policy.read if policy.kind == "separate" else None
@@ -408,6 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     results: dict[str, Any] = {"triton": triton.__version__, "torch": torch.__version__}
     names = ("fp32", "fp16", "fp16-sr", "bf16", "bf16-sr", "fp8", "fp8-sr", "nvfp4", "nvfp4-sr")
+    names += ("int8@row-sr", "int4@row-sr")
     cases = [("codes", name, options.device) for name in names]
     for family in ("gdn", "mamba2", "kda"):
         few = STEP_POLICIES if family != "kda" else STEP_POLICIES[3:8]
@@ -422,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         for shape, i in sweeps
         for text in TIMED
         if options.only in text
-        for cut in launches(shape, parse_policy(text).read.short, BATCHES[0])
+        for cut in all_launches(shape, parse_policy(text), BATCHES[0])
     ]
     if options.jobs > 1:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
@@ -442,7 +487,7 @@ def main(arguments: list[str] | None = None) -> int:
         results["gpu"] = torch.cuda.get_device_name()
         rates = ceiling()
         report("ceiling TB/s", {"ok": True, **rates}, results)
-        cuts: dict[str, StepLaunch] = {}
+        cuts: dict[str, Cut] = {}
         order = (2, 1, 3, 0)
         for batch in BATCHES:
             for index in order:
