@@ -4,8 +4,8 @@ A state of two bytes an element or less is met by matrix units. Codes are fetche
 each word becomes pairs of 16-bit floats by shifts and masks, exactly, which are the operand as they
 stand: a lane holds 16 consecutive bytes of a row, and rows and columns are numbered so that those
 are the elements that the matrix instruction expects of it. Columns of q and k are fetched in that
-order. q and k themselves are split into three 16-bit parts that add up to them exactly; parts times
-elements are exact, sums are FP32.
+order. q and k themselves are split into three 16-bit parts that add up to them (BF16 exactly, FP16
+to 2**-38 of the largest); parts times elements are exact, sums are FP32.
 
 A 16-bit pattern with the fields of a narrower float at its lowest exponent bits is the value times
 a power of two, subnormals included: 2**-8 for E4M3, 2**-14 for E2M1. NVFP4's block scales are
