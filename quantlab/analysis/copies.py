@@ -80,6 +80,7 @@ class ComparedScan:
         self.scan = inner(policies, streams, layer=layer, seed=seed)
         self.partner = [self._partner(p) for p in range(len(self.policies))]
         device = streams.device
+        self._partners = torch.tensor(self.partner, device=device)
         self.first = torch.full((len(self.policies),), -1, device=device)
         self.count = torch.zeros(len(self.policies), dtype=torch.int64, device=device)
         self.windows = self.position = 0
@@ -123,7 +124,7 @@ class ComparedScan:
     def _compare(self) -> None:
         self.windows += 1
         mine = self._copies().view(torch.int32)
-        differs = (mine != mine[self.partner]).flatten(1).any(1)
+        differs = (mine != mine[self._partners]).flatten(1).any(1)
         self.count += differs
         self.first = torch.where(differs & (self.first < 0), self.windows, self.first)
 
@@ -137,7 +138,7 @@ class ComparedScan:
         """Lay out what was found, see `COPIES_SCHEMA`."""
         copies = self._copies().double()
         size = copies.square().mean(1).sqrt()
-        off = (copies - copies[self.partner]).square().mean(1).sqrt()
+        off = (copies - copies[self._partners]).square().mean(1).sqrt()
         found = zip(
             self.policies, self.partner, self.first.tolist(), self.count.tolist(),
             (off / size).tolist(), strict=True,

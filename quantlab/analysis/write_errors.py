@@ -105,6 +105,10 @@ def write_errors(
     decoding = scan(policies, torch.tensor([0], device=device), layer=layer, seed=seed)
     decoding.start(state[rows], inputs.rows(rows))
     exact, sums = state.double(), _Sums.zeros(len(policies), exact_shape=state.shape, device=device)
+    windows = {
+        window: torch.tensor([p for p, x in enumerate(policies) if x.window == window]).to(device)
+        for window in {p.window for p in policies}
+    }
     cuts = sorted({stride - p.window for p in policies} | {0, stride})
     for begin in range(0, count * stride, stride):
         before: dict[int, Tensor] = {}
@@ -116,8 +120,7 @@ def write_errors(
             sums.outputs(o - right, right)
         recur, read = (x.double() for x in decoding.copies())
         unrounded = torch.empty_like(recur)
-        for window in {p.window for p in policies}:
-            chosen = [p for p, x in enumerate(policies) if x.window == window]
+        for window, chosen in windows.items():
             last = inputs.slice(begin + stride - window, begin + stride)
             unrounded[chosen] = _courses(before[window][chosen].double(), last)
         sums.writes(recur - unrounded, read - unrounded, exact)

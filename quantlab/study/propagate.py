@@ -123,6 +123,9 @@ def run_propagation(
         Interrupted: on SIGINT; resuming goes on.
     """
     progress, backend = progress or Silent(), backend or Backend()
+    partial = [p.short for p in spec.policies if p.part is not None]
+    if partial:
+        raise UsageError(f"a watched run stores every head in a policy's formats: {partial[0]}")
     stride = stride_of(spec, every)
     directory = RunDirectory(Path(out))
     check_data(spec.data)
@@ -170,18 +173,24 @@ def run_propagation(
 
 
 def load_propagation(path: Path | str) -> Propagation:
-    """Read a finished run.
+    """Read a run; of an unfinished one, the streams that are done.
 
     Raises:
-        UsageError: it holds none.
+        UsageError: it holds none, or none of its streams is done.
         RunError: a file in it is damaged.
     """
     directory = RunDirectory(Path(path))
     record = directory.read_json(directory.spec_file)
-    if record.get("study") != "propagate" or not directory.rows_file.exists():
-        raise UsageError(f"{path} holds no finished run of quantlab propagate")
+    if record.get("study") != "propagate":
+        raise UsageError(f"{path} holds no run of quantlab propagate")
     spec = KlSpec.from_json(record["spec"])
-    tables = {name: read_table(directory.path / f"{name}.parquet") for name in TABLES}
+    if directory.rows_file.exists():
+        tables = {name: read_table(directory.path / f"{name}.parquet") for name in TABLES}
+    else:
+        done = [s for s in range(len(record["data"]["streams"])) if _done(directory, s)]
+        if not done:
+            raise UsageError(f"{path}: no stream of this run is done yet")
+        tables = {name: _joined(directory, done, name) for name in TABLES}
     return Propagation(
         path=directory.path,
         spec=spec,
@@ -217,7 +226,7 @@ def _run(
     else:
         directory.write_json(directory.spec_file, record)
     count = len(streams.streams)
-    waiting = [s for s in range(count) if not _part(directory, s, TABLES[-1]).exists()]
+    waiting = [s for s in range(count) if not _done(directory, s)]
     progress.start(spec.tokens * count, spec.tokens * (count - len(waiting)))
     for position, stream in enumerate(waiting):
         before = spec.tokens * (count - len(waiting) + position)
@@ -225,8 +234,7 @@ def _run(
         for name in TABLES:  # the last one marks the stream as done
             directory.write_table(_part(directory, stream, name), tables[name])
     for name in reversed(TABLES):  # rows.parquet, which marks the run as done, last
-        parts = [read_table(_part(directory, s, name)) for s in range(count)]
-        table = pa.concat_tables(parts).unify_dictionaries().combine_chunks()
+        table = _joined(directory, range(count), name)
         directory.write_table(directory.path / f"{name}.parquet", table)
 
 
@@ -278,6 +286,16 @@ def _stream(
     tables["rows"] = tables.pop("series")
     tables["tokens"] = pa.concat_tables(measured)
     return tables
+
+
+def _done(directory: RunDirectory, stream: int) -> bool:
+    return _part(directory, stream, TABLES[-1]).exists()
+
+
+def _joined(directory: RunDirectory, streams: Sequence[int], name: str) -> pa.Table:
+    """Join a table's parts of some streams."""
+    parts = [read_table(_part(directory, s, name)) for s in streams]
+    return pa.concat_tables(parts).unify_dictionaries().combine_chunks()
 
 
 def _part(directory: RunDirectory, stream: int, name: str) -> Path:

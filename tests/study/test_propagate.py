@@ -1,6 +1,7 @@
 """Watched runs of tiny random models on the real engine."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from quantlab.errors import UsageError
@@ -107,8 +108,10 @@ def test_an_interrupted_run_goes_on_with_the_streams_left(watched, tmp_path):
     with pytest.raises(Interrupted, match="--resume goes on"):
         run_propagation(make_spec(), out, every=10, backend=backend, progress=StopAt(120))
     assert len(list((out / "parts").glob("stream-0000-*"))) == len(TABLES)
-    with pytest.raises(UsageError, match="no finished run"):
-        load_propagation(out)
+    so_far = load_propagation(out)
+    assert so_far.summary["streams"].to_pylist() == [1, 1, 1]
+    streams = np.array(whole.tables["rows"]["stream"].to_pylist())
+    assert so_far.tables["rows"].equals(whole.tables["rows"].filter(pa.array(streams == 0)))
     with pytest.raises(UsageError, match="holds another run: every"):
         run_propagation(make_spec(), out, every=32, backend=backend, resume=True)
     resumed = run_propagation(make_spec(), out, every=10, backend=backend, resume=True)
@@ -124,6 +127,14 @@ def test_strides():
     with pytest.raises(UsageError, match="comes after 8 tokens"):
         stride_of(make_spec(tokens=7))
     assert default_directory(spec, 32).name.startswith("propagate-tiny-4096-32-")
+
+
+def test_what_cannot_be_watched_or_read_is_said(tmp_path):
+    with pytest.raises(UsageError, match="holds no run of quantlab propagate"):
+        load_propagation(tmp_path)
+    part = make_spec(policies=(parse_policy("shared:fp8 only=0.1"),))
+    with pytest.raises(UsageError, match="stores every head"):
+        run_propagation(part, tmp_path / "run", backend=TinyBackend("qwen3_5"))
 
 
 def test_an_error_before_the_first_forward_leaves_nothing(tmp_path):
