@@ -102,7 +102,7 @@ def write_errors(
         raise ValueError(f"{inputs.steps} steps: writes are looked at every {stride}, need two")
     device = inputs.v.device
     rows = torch.zeros(len(policies), dtype=torch.int64, device=device)
-    decoding = scan(policies, torch.tensor([0], device=device), layer=layer, seed=seed)
+    decoding = scan(policies, torch.zeros_like(rows[:1]), layer=layer, seed=seed)
     decoding.start(state[rows], inputs.rows(rows))
     exact, sums = state.double(), _Sums.zeros(len(policies), exact_shape=state.shape, device=device)
     windows = {
@@ -179,13 +179,13 @@ class _Sums:
         mean, square = self.error / count, self.square / count
         spread = (square - mean.square()).clamp(min=0).mean(-2) * count / (count - 1)
         nearest = [p.recur.rounding == "rtn" and not p.recur.is_exact for p in policies]
-        biased = torch.tensor(nearest, device=device)[:, None, None]
+        biased = torch.tensor(nearest).to(device)[:, None, None]
         bias = None
         if any(nearest):
             # of the products of means of few writes, what chance alone makes is taken off
             product = mean.mT @ mean / mean.shape[-2] - torch.diag_embed(spread / count)
             bias = torch.where(biased[..., None], product, torch.zeros_like(product))
-        separate = torch.tensor([p.kind == "separate" for p in policies], device=device)
+        separate = torch.tensor([p.kind == "separate" for p in policies]).to(device)
         return WriteErrors(
             variance=torch.where(biased, spread, square.mean(-2)),
             bias=bias,
