@@ -38,14 +38,7 @@ def scan_class(
         ValueError: no such implementation.
         MissingAsset: the kernels are wanted and Triton is not installed.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"unknown implementation {implementation!r}; known: "
-            f"{', '.join(get_args(Implementation))}"
-        )
-    if implementation == "auto":
-        implementation = "triton" if torch.device(device).type == "cuda" else "torch"
-    if implementation == "torch":
+    if _resolved(device, implementation) == "torch":
         return WindowedScan
     with _triton(f"the scan on {device}", "choose implementation='torch' to run the slower one"):
         from quantlab_kernels.triton_scan import TritonScan
@@ -67,14 +60,7 @@ def decode_states(device: torch.device | str, implementation: Implementation = "
         ValueError: no such implementation.
         MissingAsset: the kernels are wanted and Triton is not installed.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"unknown implementation {implementation!r}; known: "
-            f"{', '.join(get_args(Implementation))}"
-        )
-    if implementation == "auto":
-        implementation = "triton" if torch.device(device).type == "cuda" else "torch"
-    if implementation == "torch":
+    if _resolved(device, implementation) == "torch":
         from quantlab.engine.rowwise_states import RowwiseStates
 
         return RowwiseStates
@@ -229,6 +215,22 @@ def scan_launch() -> type[Any]:
         from quantlab_kernels.scan import ScanLaunch
     launch: type[Any] = ScanLaunch
     return launch
+
+
+def _resolved(device: torch.device | str, implementation: str) -> str:
+    """Resolve "auto" by the device.
+
+    Raises:
+        ValueError: no such implementation.
+    """
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"unknown implementation {implementation!r}; known: "
+            f"{', '.join(get_args(Implementation))}"
+        )
+    if implementation == "auto":
+        return "triton" if torch.device(device).type == "cuda" else "torch"
+    return implementation
 
 
 @contextmanager
