@@ -11,6 +11,7 @@ import click
 from quantlab_cli.copies import copies
 from quantlab_cli.options import DRY_RUN, RUN, STREAMS, STUDY, with_options
 from quantlab_cli.progress import Reporter
+from quantlab_cli.report import page_of
 from quantlab_cli.types import SIZE, echo_json
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def make_digest(
 ) -> None:
     """Write a page on several runs: which claims of the papers hold.
 
-    Takes runs of kl, ablate, attribute and propagate; writes README.md, index.html, CSV and SVG.
+    Takes runs of kl, ablate, attribute, propagate and predict; writes README.md, index.html, CSV
+    and SVG.
     """
     from quantlab.report.digest import write_digest
 
@@ -217,11 +219,7 @@ def _run(
             progress=reporter,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
-    files: list[Path] = []
-    if run["figures"]:
-        from quantlab.report.shown import load_shown, write_run_page
-
-        files = write_run_page(load_shown(ablation.result.path))
+    files = page_of(ablation.result.path, wanted=run["figures"])
     show(ablation, files, run)
     for cell in ablation.result.failed:
         click.echo(f"failed: streams {cell['streams']}: {cell['error']}", err=True)

@@ -10,6 +10,7 @@ import click
 from quantlab_cli.ablate import FAILED_CELLS, Numbers
 from quantlab_cli.options import DRY_RUN, RUN, study_options, with_options
 from quantlab_cli.progress import Reporter
+from quantlab_cli.report import page_of
 from quantlab_cli.types import SIZE, Choice, echo_json
 
 if TYPE_CHECKING:
@@ -72,11 +73,7 @@ def attribute(model: str, **options: Any) -> int:
             progress=reporter,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
-    files: list[Path] = []
-    if run["figures"]:
-        from quantlab.report.shown import load_shown, write_run_page
-
-        files = write_run_page(load_shown(attribution.result.path))
+    files = page_of(attribution.result.path, wanted=run["figures"])
     _show(attribution, files, run)
     for cell in attribution.result.failed:
         click.echo(f"failed: streams {cell['streams']}: {cell['error']}", err=True)

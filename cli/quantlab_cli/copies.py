@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from quantlab.study.spec import DEFAULT_PROMPT, DTYPES
+from quantlab_cli.options import RUN, with_options
 from quantlab_cli.progress import Reporter
+from quantlab_cli.report import page_of
 from quantlab_cli.types import SIZE, echo_json, given
 
 
@@ -50,11 +51,7 @@ from quantlab_cli.types import SIZE, echo_json, given
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations.")
 @click.option("--segment", type=SIZE, help="Tokens of a row in one forward.")
-@click.option("--out", "-o", type=click.Path(path_type=Path), help="Run directory.")
-@click.option("--resume", is_flag=True, help="Go on with the run in the directory, if any.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document as last line.")
-@click.option("--markdown", is_flag=True, help="The table in Markdown.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@with_options(RUN)
 def copies(
     model: str,
     reads: tuple[str, ...],
@@ -83,7 +80,10 @@ def copies(
         run_copies,
     )
 
-    run = {name: options.pop(name) for name in ("out", "resume", "as_json", "markdown", "quiet")}
+    run = {
+        name: options.pop(name)
+        for name in ("out", "resume", "figures", "as_json", "markdown", "quiet")
+    }
     reads = reads or READS
     for text in reads:
         given("--read", parse_format, text)
@@ -99,10 +99,19 @@ def copies(
             progress=reporter,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
+    files = page_of(directory, wanted=run["figures"])
     table = copies_table(rows)
     click.echo(markdown(table) if run["markdown"] else plain(table))
     if not run["quiet"]:
-        click.echo(f"in {directory}: rows.parquet, copies.csv", err=True)
+        names = ["rows.parquet", "copies.csv", *(path.name for path in files)]
+        click.echo(f"in {directory}: {', '.join(names)}", err=True)
     if run["as_json"]:
-        echo_json({"directory": str(directory), **study.to_json(), "rows": rows.to_pylist()})
+        echo_json(
+            {
+                "directory": str(directory),
+                **study.to_json(),
+                "files": [str(path) for path in files],
+                "rows": rows.to_pylist(),
+            }
+        )
     return 0

@@ -9,6 +9,7 @@ import click
 
 from quantlab_cli.options import RUN, STREAMS, STUDY, with_options
 from quantlab_cli.progress import Reporter
+from quantlab_cli.report import page_of
 from quantlab_cli.types import SIZE, echo_json, given
 
 if TYPE_CHECKING:
@@ -89,11 +90,7 @@ def predict(against: Path | None, calibrate: int, texts: int, **options: Any) ->
             measuring=measuring,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
-    files: list[Path] = []
-    if run["figures"]:
-        from quantlab.report.prediction import write_prediction
-
-        files = write_prediction(result)
+    files = page_of(result.path, wanted=run["figures"])
     _show(result, files, run)
     return 0
 

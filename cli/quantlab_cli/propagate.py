@@ -9,6 +9,7 @@ import click
 
 from quantlab_cli.options import RUN, STUDY, with_options
 from quantlab_cli.progress import Reporter
+from quantlab_cli.report import page_of
 from quantlab_cli.types import SIZE, echo_json, given
 
 if TYPE_CHECKING:
@@ -68,11 +69,7 @@ def propagate(
             progress=reporter,
             command=["quantlab", *click.get_current_context().find_root().obj],
         )
-    files: list[Path] = []
-    if run["figures"]:
-        from quantlab.report.shown import load_shown, write_run_page
-
-        files = write_run_page(load_shown(result.path))
+    files = page_of(result.path, wanted=run["figures"])
     _show(result, files, run)
     return 0
 

@@ -10,6 +10,16 @@ from quantlab_cli.kl import show
 from quantlab_cli.types import echo_json
 
 
+def page_of(directory: Path, *, wanted: bool) -> list[Path]:
+    """Draw a run that has just ended, if `wanted`; the files written."""
+    if not wanted:
+        return []
+    from quantlab.report.load import load_shown
+    from quantlab.report.shown import write_run_page
+
+    return write_run_page(load_shown(directory))
+
+
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document as last line of stdout.")
@@ -17,9 +27,9 @@ from quantlab_cli.types import echo_json
 def report(directory: Path, as_json: bool, markdown: bool) -> int:
     """Draw figures and page of a run again; of an unfinished KL study, what it has so far.
 
-    Takes runs of kl, ablate, attribute and propagate.
+    Takes runs of kl, ablate, attribute, propagate and predict.
     """
-    from quantlab.report.shown import kind_of
+    from quantlab.report.load import kind_of
 
     kind = kind_of(directory)
     if kind == "kl":
@@ -27,7 +37,8 @@ def report(directory: Path, as_json: bool, markdown: bool) -> int:
 
         show(load_result(directory), as_json=as_json, markdown=markdown)
         return 0
-    from quantlab.report.shown import load_shown, write_run_page
+    from quantlab.report.load import load_shown
+    from quantlab.report.shown import write_run_page
     from quantlab.report.table import markdown as in_markdown
     from quantlab.report.table import plain
 

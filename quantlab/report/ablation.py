@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantlab.report.ablation_figure import ablation_figure
-from quantlab.report.page import describe, render
+from quantlab.report.page import describe, write_figures
 
 if TYPE_CHECKING:
     from quantlab.study.ablate import Ablation
@@ -27,8 +27,6 @@ def write_ablation(ablation: Ablation) -> list[Path]:
     Raises:
         RunError: if the disk is full.
     """
-    from quantlab.study.store import RunDirectory
-
     result = ablation.result
     if ablation.table.num_rows == 0:
         return []
@@ -38,11 +36,4 @@ def write_ablation(ablation: Ablation) -> list[Path]:
         title=f"{result.spec.model}: {TITLES[ablation.kind]}",
         subtitle=describe(result),
     )
-    png, svg = render(chart)
-    directory = RunDirectory(result.path)
-    written = []
-    for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
-        path = result.path / f"{ablation.kind}{suffix}"
-        directory.write(path, data)
-        written.append(path)
-    return written
+    return write_figures(result.path, {ablation.kind: chart})

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from quantlab.report.figure import finish
-from quantlab.report.style import PALETTE
+from quantlab.report.style import named_colours
 from quantlab.report.table import short_length
 
 HEIGHT = 320
@@ -115,14 +115,7 @@ def log_lines(
     ticks = log_ticks([p[end] for p in points for end in ("low", "high")])
     scale = alt.Scale(type="log", domain=[ticks[0], ticks[-1]], nice=False)
     y = alt.Y("value:Q", title=y_title, scale=scale, axis=alt.Axis(values=ticks, format="~g"))
-    colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
-    color = alt.Color(
-        "name:N",
-        title=legend,
-        sort=names,
-        scale=alt.Scale(domain=names, range=colours),
-        legend=alt.Legend(labelLimit=300, symbolOpacity=1),
-    )
+    color = named_colours(alt, "name", names, legend)
     base = alt.Chart(alt.Data(values=points)).encode(x=x, color=color)
     band = base.mark_area(opacity=0.13).encode(
         y=alt.Y("low:Q", title=y_title, scale=scale), y2="high:Q"

@@ -11,7 +11,7 @@ import pyarrow as pa
 from quantlab.report.ablation_figure import log_lines
 from quantlab.report.ablation_table import bounds
 from quantlab.report.figure import finish
-from quantlab.report.page import describe, render
+from quantlab.report.page import describe, write_figures
 from quantlab.report.table import Table, number, short_length
 
 if TYPE_CHECKING:
@@ -115,8 +115,6 @@ def write_attribution(attribution: Attribution) -> list[Path]:
     Raises:
         RunError: if the disk is full.
     """
-    from quantlab.study.store import RunDirectory
-
     result = attribution.result
     if attribution.units.num_rows == 0:
         return []
@@ -128,14 +126,7 @@ def write_attribution(attribution: Attribution) -> list[Path]:
             attribution.sums, title=f"{result.spec.model}: do parts add up?", subtitle=subtitle
         ),
     }
-    directory, written = RunDirectory(result.path), []
-    for figure, chart in figures.items():
-        png, svg = render(chart)
-        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
-            path = result.path / f"{figure}{suffix}"
-            directory.write(path, data)
-            written.append(path)
-    return written
+    return write_figures(result.path, figures)
 
 
 def map_figure(units: pa.Table, *, title: str, subtitle: str) -> Any:

@@ -16,7 +16,8 @@ from quantlab.errors import UsageError
 from quantlab.report.ablation_table import folding_table
 from quantlab.report.claims import CLAIMS, TITLES, Evidence, claims_table
 from quantlab.report.document import Document, Section, to_html, to_markdown
-from quantlab.report.shown import Shown, csv_bytes, load_shown
+from quantlab.report.load import load_shown
+from quantlab.report.shown import Shown, csv_bytes
 
 # Kinds that claims are judged on, each a field of `Evidence`.
 _JUDGED = ("kl", "rounding", "window", "correction", "propagation", "copies")
@@ -28,8 +29,9 @@ def write_digest(
     """Write README.md, index.html, tables as CSV and figures as SVG of some runs.
 
     Args:
-        paths: run directories of `quantlab kl`, `ablate`, `attribute` and `propagate`; of several
-            runs of a kind on a model, claims take a policy's figures from the first that has it.
+        paths: run directories of `quantlab kl`, `ablate`, `attribute`, `propagate` and `predict`;
+            of several runs of a kind on a model, claims take a policy's figures from the first
+            that has it.
         out: directory; what is written there before is replaced file by file.
         introduction: Markdown, from the title on.
         folding: CSV of `quantlab ablate folding`.

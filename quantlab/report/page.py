@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,24 @@ def render(chart: Any) -> tuple[bytes, str]:
     svg = _renumber(vl_convert.vegalite_to_svg(chart.to_dict()))
     png: bytes = vl_convert.svg_to_png(svg, scale=PNG_SCALE)
     return png, svg
+
+
+def write_figures(path: Path, charts: Mapping[str, Any]) -> list[Path]:
+    """Write altair charts by name into a run's directory, each as PNG and SVG.
+
+    Raises:
+        RunError: if the disk is full.
+    """
+    from quantlab.study.store import RunDirectory
+
+    directory, written = RunDirectory(path), []
+    for name, chart in charts.items():
+        png, svg = render(chart)
+        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
+            file = path / f"{name}{suffix}"
+            directory.write(file, data)
+            written.append(file)
+    return written
 
 
 def _renumber(svg: str) -> str:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from quantlab.report.ablation_figure import log_ticks
 from quantlab.report.figure import finish
-from quantlab.report.page import render
-from quantlab.report.style import PALETTE
+from quantlab.report.page import write_figures
+from quantlab.report.style import named_colours
 from quantlab.report.table import Table, number, short_length, short_policy
 
 if TYPE_CHECKING:
     from quantlab.study.predict import Prediction
 
 Row = dict[str, Any]
+# A size within it is called right, see `within_2` of `analysis.comparison.AGREEMENT_SCHEMA`.
+FACTOR = 2
 
 
 def prediction_tables(result: Prediction) -> list[Table]:
@@ -80,66 +82,95 @@ def _decoded(result: Prediction) -> dict[str, float]:
 def write_prediction(result: Prediction) -> list[Path]:
     """Write the figure as PNG and SVG into the run's directory.
 
+    Returns:
+        The files; none if nothing that is predicted was measured above the noise floor.
+
     Raises:
         RunError: if the disk is full.
     """
-    from quantlab.study.store import RunDirectory
-
-    if not result.compared.num_rows:
-        return []
-    directory, written = RunDirectory(result.path), []
-    png, svg = render(prediction_figure(result))
-    for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
-        path = result.path / f"prediction{suffix}"
-        directory.write(path, data)
-        written.append(path)
-    return written
+    chart = prediction_figure(result)
+    return [] if chart is None else write_figures(result.path, {"prediction": chart})
 
 
 def prediction_figure(result: Prediction) -> Any:
-    """Draw predicted against measured KL, a line a policy through its N, log-log."""
+    """Draw predicted against measured KL, a line a policy through its N, log-log.
+
+    Bars are the interval of what was measured, at the last N; the band is a factor of two.
+
+    Returns:
+        An altair chart; None if there is nothing to draw.
+    """
     import altair as alt
 
-    rows = [r for r in result.compared.to_pylist() if r["counts"] and r["predicted"] > 0]
-    points = [
-        {
-            "policy": short_policy(r["policy"]),
-            "n": r["n"],
-            "length": short_length(r["n"]),
-            "measured": r["measured"],
-            "predicted": r["predicted"],
-        }
-        for r in rows
-    ]
-    names = list(dict.fromkeys(p["policy"] for p in points))
-    ticks = log_ticks([p[name] for p in points for name in ("measured", "predicted")])
-    scale = alt.Scale(type="log", domain=[ticks[0], ticks[-1]], nice=False)
-    axis = alt.Axis(values=ticks, format="~g")
-    x = alt.X("measured:Q", title="measured KL at N (nats)", scale=scale, axis=axis)
-    y = alt.Y("predicted:Q", title="predicted KL at N (nats)", scale=scale, axis=axis)
-    colour = alt.Color(
-        "policy:N",
-        title="policy",
-        sort=names,
-        scale=alt.Scale(domain=names, range=[PALETTE[i % len(PALETTE)] for i in range(len(names))]),
-        legend=alt.Legend(labelLimit=300, symbolOpacity=1),
-    )
-    base = alt.Chart(alt.Data(values=points)).encode(x=x, y=y, color=colour)
-    lines = base.mark_line(strokeWidth=1.2, opacity=0.6).encode(order="n:Q")
-    dots = base.mark_point(filled=True, size=42, opacity=0.9).encode(
-        tooltip=["policy:N", "length:N", "measured:Q", "predicted:Q"]
-    )
-    ends = [{"measured": t, "predicted": t} for t in (ticks[0], ticks[-1])]
-    diagonal = (
-        alt.Chart(alt.Data(values=ends)).mark_line(color="#888888", strokeDash=[4, 3])
-    ).encode(x=x, y=y)
     spec = result.spec
+    points = [_point(r) for r in result.compared.to_pylist() if r["counts"] and r["predicted"] > 0]
+    if not points:
+        return None
+    last = max(p["n"] for p in points)
+    final = [p for p in points if p["n"] == last]
+    ticks = log_ticks(
+        [p[name] for p in points for name in ("measured", "predicted")]
+        + [p[end] for p in final for end in ("low", "high")]
+    )
+    scale = alt.Scale(type="log", domain=[ticks[0], ticks[-1]], nice=False)
+    axis = alt.Axis(values=ticks, format="~e")
+    x_title, y_title = "measured KL at N (nats)", "predicted KL at N (nats)"
+    x = alt.X("measured:Q", title=x_title, scale=scale, axis=axis)
+    y = alt.Y("predicted:Q", title=y_title, scale=scale, axis=axis)
+    names = list(dict.fromkeys(p["policy"] for p in points))
+    colour = named_colours(alt, "policy", names, "policy")
+    tooltip = [
+        alt.Tooltip("policy:N"),
+        alt.Tooltip("length:N", title="N"),
+        *(alt.Tooltip(f"{name}:Q", format=".3g") for name in ("measured", "predicted")),
+    ]
+
+    def layer(rows: list[Row]) -> Any:
+        return alt.Chart(alt.Data(values=rows))
+
+    # ends beyond the axes, so that the band's edges run to the frame
+    beyond = (ticks[0] / FACTOR, ticks[-1] * FACTOR)
+    ends = [{"measured": t, "predicted": t, "low": t / FACTOR, "high": t * FACTOR} for t in beyond]
+    band = layer(ends).mark_area(color="#bbbbbb", opacity=0.35, clip=True)
+    equal = layer(ends).mark_line(color="#888888", strokeDash=[4, 3], clip=True)
+    lines = layer(points).mark_line(strokeWidth=1.2, opacity=0.6)
+    dots = layer(points).mark_point(filled=True, size=14, opacity=0.6)
+    bars = layer(final).mark_rule(strokeWidth=1.6)
+    marks = layer(final).mark_point(filled=True, size=60, opacity=1)
+    low = alt.X("low:Q", title=x_title, scale=scale, axis=axis)
+    chart = alt.layer(
+        band.encode(x=x, y=alt.Y("low:Q", title=y_title, scale=scale, axis=axis), y2="high:Q"),
+        equal.encode(x=x, y=y),
+        lines.encode(x=x, y=y, color=colour, order="n:Q"),
+        dots.encode(x=x, y=y, color=colour, tooltip=tooltip),
+        bars.encode(x=low, x2="high:Q", y=y, color=colour),
+        marks.encode(x=x, y=y, color=colour, tooltip=tooltip),
+    )
     streams = result.compared["streams"][0].as_py()
-    chart = alt.layer(diagonal, lines, dots)
+    interval = ", bars: 95 % over streams" if any(p["low"] < p["high"] for p in final) else ""
     return finish(
         alt,
         chart,
         title=f"{spec.model}: KL predicted from calibration alone",
-        subtitle=f"{streams} stream{'s' * (streams != 1)} of {Path(spec.data).name}, N = "
-        f"{points[0]['length']} … {short_length(spec.tokens)}; dashed: as measured",
+        subtitle=[
+            f"{streams} stream{'s' * (streams != 1)} of {Path(spec.data).name}, a line a policy "
+            f"from N = {short_length(min(p['n'] for p in points))} to {short_length(last)}",
+            f"dots: N = {short_length(last)}{interval}; dashed: as measured, grey: within a "
+            f"factor of {FACTOR}",
+        ],
     )
+
+
+def _point(row: Row) -> Row:
+    """Take what is drawn from a row of `COMPARED_SCHEMA`: the interval is of what was measured."""
+    low, high = (row["predicted"] / row[f"ratio_{end}"] for end in ("high", "low"))
+    known = math.isfinite(low) and math.isfinite(high) and low > 0
+    return {
+        "policy": short_policy(row["policy"]),
+        "n": row["n"],
+        "length": short_length(row["n"]),
+        "measured": row["measured"],
+        "predicted": row["predicted"],
+        "low": low if known else row["measured"],
+        "high": high if known else row["measured"],
+    }

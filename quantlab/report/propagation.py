@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from quantlab.report.ablation_figure import log_ticks
 from quantlab.report.figure import finish
-from quantlab.report.page import render
-from quantlab.report.style import PALETTE
+from quantlab.report.page import write_figures
+from quantlab.report.style import named_colours
 from quantlab.report.table import Table, number, short_length, short_policy
 
 if TYPE_CHECKING:
@@ -103,8 +103,6 @@ def write_propagation(result: Propagation) -> list[Path]:
     Raises:
         RunError: if the disk is full.
     """
-    from quantlab.study.store import RunDirectory
-
     spec = result.spec
     names = {str(p): p.short for p in spec.policies}
     streams = result.summary["streams"][0].as_py()
@@ -133,14 +131,7 @@ def write_propagation(result: Propagation) -> list[Path]:
             subtitle=subtitle,
         ),
     }
-    directory, written = RunDirectory(result.path), []
-    for name, chart in figures.items():
-        png, svg = render(chart)
-        for suffix, data in ((".png", png), (".svg", svg.encode("utf-8"))):
-            path = result.path / f"{name}{suffix}"
-            directory.write(path, data)
-            written.append(path)
-    return written
+    return write_figures(result.path, figures)
 
 
 def heads_figure(heads: pa.Table, names: dict[str, str], *, title: str, subtitle: str) -> Any:
@@ -170,7 +161,7 @@ def heads_figure(heads: pa.Table, names: dict[str, str], *, title: str, subtitle
         .encode(
             x=_axis(alt, "X", points, "x", "half-life of the head's mean gate, tokens"),
             y=_axis(alt, "Y", points, "y", "mean square error ÷ mean square of the state"),
-            color=_colour(alt, list(names.values())),
+            color=named_colours(alt, "policy", list(names.values()), "policy"),
             tooltip=["policy:N", "head:N", "x:Q", alt.Tooltip("y:Q", format=".3g")],
         )
     )
@@ -198,7 +189,7 @@ def drift_figure(series: pa.Table, names: dict[str, str], *, title: str, subtitl
         .encode(
             x=_axis(alt, "X", points, "x", "tokens generated after the prompt"),
             y=_axis(alt, "Y", points, "y", "mean square error ÷ mean square of the state"),
-            color=_colour(alt, list(names.values())),
+            color=named_colours(alt, "policy", list(names.values()), "policy"),
         )
     )
     return finish(alt, chart, title=title, subtitle=subtitle)
@@ -238,7 +229,7 @@ def injection_figure(
         .encode(
             x=_axis(alt, "X", points, "x", "tokens since the injection"),
             y=_axis(alt, "Y", points, "y", "share left, squared"),
-            color=_colour(alt, list(names.values())),
+            color=named_colours(alt, "policy", list(names.values()), "policy"),
             strokeDash=alt.StrokeDash("rule:N", title="delta rule", sort=rules, scale=dash),
         )
     )
@@ -250,13 +241,6 @@ def _axis(alt: Any, channel: str, points: list[Row], name: str, title: str) -> A
     scale = alt.Scale(type="log", domain=[ticks[0], ticks[-1]], nice=False)
     axis = alt.Axis(values=ticks, format="~g")
     return getattr(alt, channel)(f"{name}:Q", title=title, scale=scale, axis=axis)
-
-
-def _colour(alt: Any, names: list[str]) -> Any:
-    colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
-    scale = alt.Scale(domain=names, range=colours)
-    legend = alt.Legend(labelLimit=300, symbolOpacity=1)
-    return alt.Color("policy:N", title="policy", sort=names, scale=scale, legend=legend)
 
 
 def _drawable(value: float | None) -> bool:

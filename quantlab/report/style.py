@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quantlab.replay.policy import parse_policy
 
@@ -40,6 +41,14 @@ class Style:
     colour: str
     dash: list[int]
     mark: str
+
+
+def named_colours(alt: Any, field: str, names: list[str], title: str) -> Any:
+    """Colour by a field, in the order of its names, with a legend that shows them whole."""
+    colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
+    scale = alt.Scale(domain=names, range=colours)
+    legend = alt.Legend(labelLimit=300, symbolOpacity=1)
+    return alt.Color(f"{field}:N", title=title, sort=names, scale=scale, legend=legend)
 
 
 def styles(policies: list[str], floor: str | None) -> dict[str, Style]:

@@ -35,14 +35,17 @@ def test_one_command_and_against_its_own_measurement(capsys, tmp_path):
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
     compared = {r["policy"]: r for r in document["compared"]}
+    assert document["files"] == []
     assert len(compared) == 2 and all(r["predicted"] > 0 for r in compared.values())
     assert "predicted" in out and "Kendall" in out
     measured = document["measured"]
     again = ["predict", "--against", measured, "--device", "cpu", "--calibrate", "64"]
-    again += ["--texts", "1", "--out", "again", "--json", "--no-figures", "-q"]
+    again += ["--texts", "1", "--out", "again", "--json", "-q"]
     assert main(again) == 0
     held = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert held["compared"] == document["compared"] and held["measured"] == measured
+    drawn = {Path(name).name for name in held["files"]}
+    assert drawn == {"prediction.png", "prediction.svg", "report.md", "index.html"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from quantlab.replay.policy import parse_policy
 from quantlab.report.claims import CLAIMS, Evidence, claims_table
 from quantlab.report.digest import write_digest
 from quantlab.report.document import Document, Figure, Section, to_html
-from quantlab.report.shown import command, load_shown, unit_order, write_run_page
+from quantlab.report.load import load_shown, unit_order
+from quantlab.report.shown import command, write_run_page
 from quantlab.study.ablate import correction_spec, rounding_spec, run_ablation, run_folding
 from quantlab.study.propagate import run_propagation
 from quantlab.study.run import run_kl

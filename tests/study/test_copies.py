@@ -155,6 +155,8 @@ def test_command(monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
     assert [r["windows"] for r in document["rows"]] == [4] * 6
+    drawn = {Path(name).name for name in document["files"]}
+    assert drawn == {"copies.png", "copies.svg", "report.md", "index.html"}
     assert "never" in out and document["reads"] == ["nvfp4", "fp8", "fp16", "int8@row"]
     assert main(["ablate", "copies", *small, "--read", "fp9"]) == 2
     assert "unknown format" in capsys.readouterr().err
