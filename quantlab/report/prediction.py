@@ -155,7 +155,7 @@ def prediction_figure(result: Prediction) -> Any:
         subtitle=[
             f"{streams} stream{'s' * (streams != 1)} of {Path(spec.data).name}, a line a policy "
             f"from N = {short_length(min(p['n'] for p in points))} to {short_length(last)}",
-            f"dots: N = {short_length(last)}{interval}; dashed: as measured, grey: within a "
+            f"large dots: N = {short_length(last)}{interval}; dashed: as measured, grey: within a "
             f"factor of {FACTOR}",
         ],
     )
