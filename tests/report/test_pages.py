@@ -13,7 +13,7 @@ from quantlab.errors import UsageError
 from quantlab.replay.policy import parse_policy
 from quantlab.report.copies import copies_figure
 from quantlab.report.digest import write_digest
-from quantlab.report.load import kind_of, load_shown
+from quantlab.report.load import kind_of
 from quantlab.report.prediction import FACTOR, prediction_figure
 from quantlab.study.predict import HEAD_SCHEMA, load_prediction
 from quantlab.study.run import run_kl
@@ -106,6 +106,9 @@ def test_report_draws_the_run_again(runs, name, capsys):
     assert {p.name for p in path.iterdir()} >= expected | {"report.md", "index.html"}
     text, html = (path / "report.md").read_text(), (path / "index.html").read_text()
     assert text.startswith(f"# tiny-gdn: {title}")
+    if name == "prediction":
+        made = "2 streams of books, prompt 8, float32, calibrated on 1 other text of 1,024 tokens"
+        assert f"\n{made}; 1 s on cpu" in text
     linked = re.findall(r"\]\(([^)]+)\)", text)
     assert set(linked) == {f for f in expected if not f.endswith(".png")}
     assert html.count("<svg") == 1 and "<script" not in html and "src=" not in html
@@ -115,11 +118,6 @@ def test_report_draws_the_run_again(runs, name, capsys):
     before = (path / "index.html").read_bytes()
     assert page_of(path, wanted=False) == []
     assert page_of(path, wanted=True)[-1].read_bytes() == before
-
-
-def test_a_prediction_says_on_what_it_was_made(runs):
-    facts = load_shown(runs / "prediction").section().facts
-    assert "2 streams of books, prompt 8, float32, calibrated on 1 other text of 1,024 tok" in facts
 
 
 def test_predicted_figure(runs):
