@@ -109,6 +109,14 @@ class Shown:
             return f"{prefix.removesuffix('-')}.csv"
         return f"{prefix}{name}.csv"
 
+    def _ended(self) -> str:
+        """State of the run; one that was killed before it could tell has none."""
+        from quantlab.study.store import RunDirectory
+
+        directory = RunDirectory(self.path)
+        untold = "finished" if directory.rows_file.exists() else "its end is not recorded"
+        return str(directory.read_json(directory.run_file).get("state", untold))
+
     def _facts(self, sessions: list[dict[str, Any]]) -> str:
         made = self.record["made_with"]
         git = made.get("git")
@@ -118,7 +126,7 @@ class Shown:
         count = self.streams or len(self.record["data"]["streams"])
         remark = f", {self.remark}" if self.remark else ""
         dtype = self.record["model"].get("dtype", "in memory")
-        ended = sessions[-1].get("state", "finished") if sessions else "finished"
+        ended = self._ended()
         left = "" if ended == "finished" else f" Not finished ({ended})."
         return (
             f"{count} stream{'s' * (count != 1)} of {Path(self.spec.data).name}, prompt "

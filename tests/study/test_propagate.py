@@ -6,6 +6,7 @@ import pytest
 
 from quantlab.errors import UsageError
 from quantlab.replay.policy import parse_policy
+from quantlab.report.load import load_shown
 from quantlab.report.propagation import propagation_tables, write_propagation
 from quantlab.report.table import plain
 from quantlab.study.propagate import (
@@ -110,6 +111,8 @@ def test_an_interrupted_run_goes_on_with_the_streams_left(watched, tmp_path):
     assert len(list((out / "parts").glob("stream-0000-*"))) == len(TABLES)
     so_far = load_propagation(out)
     assert so_far.summary["streams"].to_pylist() == [1, 1, 1]
+    facts = load_shown(out).section().facts
+    assert facts.startswith("1 stream of ") and facts.endswith("Not finished (interrupted).")
     streams = np.array(whole.tables["rows"]["stream"].to_pylist())
     assert so_far.tables["rows"].equals(whole.tables["rows"].filter(pa.array(streams == 0)))
     with pytest.raises(UsageError, match="holds another run: every"):
