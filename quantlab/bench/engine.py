@@ -31,7 +31,7 @@ model's own forward in two pieces is (prompt, then the rest through its cache): 
 another order of additions, twice over (the recurrence of every token, not of a chunk, is in FP32).
 How far that is depends on dtype, depth and weights, so it is measured on the same tokens."""
 FLOOR, CEILING = 1e-4, 0.1
-"""Bounds on that bound: two orders may agree exactly, and a control that is far off excuses nothing.
+"""Bounds on that bound: two orders may agree exactly, and a control far off excuses nothing.
 Unrelated logits are 1.4 apart."""
 
 
