@@ -124,18 +124,19 @@ class Trial:
     def fault(self) -> str | None:
         """Say what two steps of a batch at mixed positions get wrong, or None.
 
-        The kernels' outputs and stored values of three rows at most, against
-        `quantlab.replay.stepwise` from the very copies and records that they start from. One row
-        steps and then flushes; the next, if there are as many, flushes and then steps.
+        The kernels' outputs, records and stored values of three rows at most, against one step of
+        `quantlab.replay.stepwise` from the very copies and records that the kernels start from. One
+        row steps and then flushes; the next, if there are as many, flushes and then steps. A code
+        that flips at a boundary is counted at the step that stores it and read by both at the next.
         """
         window = self.policy.window
         rows = sorted({0, min(1, self.batch - 1), self.batch - 1})
         slots = torch.arange(self.batch, device=self.device)
         self.cursors.count[: self.batch] = (slots + max(0, window - 2)) % window
         self.cursors.flush[: self.batch] = 1
-        references = [self._reference(row) for row in rows]
         plan = Plan.empty(self.batch, self.device)
         for step in range(2):
+            references = [self._reference(row) for row in rows]
             self.out.fill_(float("nan"))
             advance(slots, self.cursors, plan, window=window)
             self.cache.step(self.inputs, plan, self.cursors, self.out)
@@ -150,11 +151,10 @@ class Trial:
         types = RecordTypes.of(self.policy.records, x)
         expected, stored = reference.take(token(x, 0), types)
         error = _apart(self.out[row], expected[0])
-        # a record of u that flipped in FP16 moves later outputs by its last place
-        if not error < OUTPUT * (1 if types.u is None else 100):
+        if not error < OUTPUT:
             return f"outputs are off by {error:.1e} of the largest"
         if stored is None:
-            return None
+            return self._record_fault(row, reference.buffer[-1], types)
         reference.store(stored, self._draws(row, reference.flush))
         slot = torch.tensor([row], device=self.device)
         copies = ("recur", "read") if self.policy.kind == "separate" else ("recur",)
@@ -171,34 +171,53 @@ class Trial:
                 return f"{share:.1e} of the {name} copy's values differ"
         return None
 
+    def _record_fault(self, row: int, expected: Record, types: RecordTypes) -> str | None:
+        """Compare the record just written: inputs bit for bit, corrections to one last place."""
+        written = self._record(row, int(self.cursors.count[row]) - 1)
+        last_place = 0.0 if types.u is None else torch.finfo(types.u).eps
+        most = last_place * torch.maximum(written.u.abs(), expected.u.abs())
+        if self.shape.delta:
+            most = most + OUTPUT * expected.u.abs().max()
+        if not bool(((written.u - expected.u).abs() <= most).all()):
+            return f"the recorded correction is off by {_apart(written.u, expected.u):.1e}"
+        inputs = ["k", "log_decay"]
+        if self.shape.delta and self.cache.rederives:
+            inputs += ["v", "beta"]
+        for name in inputs:
+            if not torch.equal(getattr(written, name), getattr(expected, name)):
+                return f"the recorded {name} differs"
+        return None
+
     def _reference(self, row: int) -> PolicyCache:
         """Build the stepwise cache of one row from what its slot holds."""
-        cache, shape = self.cache, self.shape
+        cache = self.cache
         slot = torch.tensor([row], device=self.device)
-        held = PolicyCache(policy=self.policy, recur=cache.recur.values(slot), flush=1)
+        flush = int(self.cursors.flush[row])
+        held = PolicyCache(policy=self.policy, recur=cache.recur.values(slot), flush=flush)
         if self.policy.kind == "separate":
             held.read = cache.read.values(slot)
-        group = shape.heads // shape.key_heads
-        for j in range(int(self.cursors.count[row])):
-            k = _widened(cache.keys[row, j]).repeat_interleave(group, 0)
-            u = _widened(cache.written[row, j])
-            v = _widened(cache.values[row, j]) if cache.rederives else u
-            logs = cache.logs[row, j] if shape.per_channel else cache.logs[row, :, j]
-            beta = None
-            if shape.delta:
-                beta = cache.strengths[row, :, j] if cache.rederives else torch.ones_like(logs)
-            else:
-                u = v = cache.strengths[row, :, j, None] * u
-            held.buffer.append(
-                Record(
-                    k=k[None],
-                    v=v[None],
-                    u=u[None],
-                    log_decay=logs[None],
-                    beta=None if beta is None else beta[None],
-                )
-            )
+        held.buffer += [self._record(row, j) for j in range(int(self.cursors.count[row]))]
         return held
+
+    def _record(self, row: int, j: int) -> Record:
+        """Read what a slot holds of its `j`-th token."""
+        cache, shape = self.cache, self.shape
+        k = _widened(cache.keys[row, j]).repeat_interleave(shape.heads // shape.key_heads, 0)
+        u = _widened(cache.written[row, j])
+        v = _widened(cache.values[row, j]) if cache.rederives else u
+        logs = cache.logs[row, j] if shape.per_channel else cache.logs[row, :, j]
+        beta = None
+        if shape.delta:
+            beta = cache.strengths[row, :, j] if cache.rederives else torch.ones_like(logs)
+        else:
+            u = v = cache.strengths[row, :, j, None] * u
+        return Record(
+            k=k[None],
+            v=v[None],
+            u=u[None],
+            log_decay=logs[None],
+            beta=None if beta is None else beta[None],
+        )
 
     def _draws(self, row: int, flush: int) -> Draws:
         shape = self.shape

@@ -26,6 +26,7 @@ from quantlab.engine.decoder import Decoder
 from quantlab.replay import parse_policy
 from tests.kernels.device import DEVICE, MARKS
 
+from quantlab_kernels.decode import LayerCache  # isort: skip
 from quantlab_kernels.decode_trial import Trial  # isort: skip
 
 pytestmark = MARKS
@@ -58,6 +59,41 @@ class OtherDecays(Trial):
         held = super()._reference(row)
         held.buffer = [replace(r, log_decay=0.5 * r.log_decay) for r in held.buffer]
         return held
+
+
+def flip_code(cache: LayerCache) -> None:
+    """Move row 1's largest FP16 code by a place: what a boundary between two sums may do."""
+    codes = cache.recur.codes[1].view(torch.int16).view(-1)
+    codes[codes.view(torch.float16).float().abs().argmax()] += 1
+
+
+def spoil_record(cache: LayerCache) -> None:
+    """Move row 0's recorded corrections by two places."""
+    cache.written[0, 1].view(torch.int16).add_(2)
+
+
+@pytest.mark.parametrize(
+    "policy, rewrite, fault",
+    [
+        ("shared:fp16-sr L=3", flip_code, None),
+        ("shared:fp32 L=3", spoil_record, "step 1, row 0: the recorded correction is off"),
+    ],
+)
+def test_what_a_step_stored_is_what_the_next_is_compared_from(
+    policy: str, rewrite: Any, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, taken = LayerCache.step, []
+
+    def step(cache: LayerCache, *args: Any) -> None:
+        steps(cache, *args)
+        if not taken:
+            # row 0 has recorded its second token, row 1 has flushed and recorded none
+            taken.append(True)
+            rewrite(cache)
+
+    monkeypatch.setattr(LayerCache, "step", step)
+    found = Trial(GDN, parse_policy(policy), 2, device=DEVICE, settle=1).fault()
+    assert found is None if fault is None else found is not None and found.startswith(fault)
 
 
 @pytest.mark.parametrize(
