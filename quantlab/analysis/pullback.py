@@ -17,11 +17,13 @@ and elements that are independent with mean squares Q_k by key channel, and mean
     E‖D_w r_m‖² = dv Σ_k Q_k Σ_n y_{n,k}²  +  ‖b Σ_n y_n‖² ,
 
 so two moments of the y say all about every format: `Gains`. Steps 1 … L − 1 and step L are kept
-apart, since with two copies they read different ones.
+apart, since with two copies they read different ones. Where states grow, errors grow with them: the
+y of older stores then enter by the size their states had beside that of the last.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,13 +62,15 @@ class Gains:
 
     Three sums over stores: of steps 1 … L − 1 over the last n stores, of these steps over all of
     them but the very last (what a read copy shares with the recurrence copy), and of step L over
-    the last n. The first and third together are a mean over all steps.
+    the last n. The first and third together are a mean over all steps. g is the size of a store's
+    error over that of the last one: 1 where states do not grow.
 
     Attributes:
         window: L.
         stores: n of each entry, ascending.
-        squares: [entries, 3, H, dk] Σ_n y².
-        products: [entries, 3, H, dk, dk] (Σ_n y)(Σ_n y)ᵀ, or None where they were not asked for.
+        squares: [entries, 3, H, dk] Σ_n g² y².
+        products: [entries, 3, H, dk, dk] (Σ_n g y)(Σ_n g y)ᵀ, or None where they were not asked
+            for.
     """
 
     window: int
@@ -105,7 +109,14 @@ def windows_of(inputs: OpInputs, window: int) -> Windows:
     return Windows(transitions=state, readouts=o.permute(0, 2, 3, 1))
 
 
-def gains(windows: Windows, stores: Sequence[int], *, window: int, products: bool = False) -> Gains:
+def gains(
+    windows: Windows,
+    stores: Sequence[int],
+    *,
+    window: int,
+    products: bool = False,
+    sizes: Tensor | None = None,
+) -> Gains:
     """Pull read-outs back over as many stores as asked for.
 
     The windows are taken as a ring: what lies before the first is like what lies before any other.
@@ -115,35 +126,37 @@ def gains(windows: Windows, stores: Sequence[int], *, window: int, products: boo
         stores: numbers of stores to sum over, ≥ 1.
         window: L.
         products: whether the moments that a bias needs are formed.
+        sizes: [≥ most stores, H] RMS of the errors of every store from the first on, up to a
+            factor; None where all are alike.
     """
     count = windows.readouts.shape[0]
     at = torch.arange(0, count, max(1, count // READ_WINDOWS), device=windows.readouts.device)
     y = windows.readouts[at]
     n_windows, heads, dk, length = y.shape
     steps = n_windows * length
-    wanted = set(stores)
-    square = y.new_zeros((3, heads, dk))
-    newest, total = y, torch.zeros_like(y)
-    squares, outer = [], []
-    for n in range(1, max(wanted) + 1):
+    entries = sorted(set(stores))
+    if sizes is None:
+        sizes = y.new_ones(()).expand(entries[-1], heads)
+    final = torch.tensor(entries, device=y.device) - 1  # the last store of each entry
+    squares = y.new_zeros((len(entries), 3, heads, dk))
+    totals = y.new_zeros((len(entries), *y.shape)) if products else None
+    newest = y
+    for n in range(entries[-1]):
+        some = slice(bisect_right(entries, n), None)  # that have a store n before the last
+        weight = sizes[final[some] - n] / sizes[final[some]]  # [entries, H]
         by_step = y.square().sum(0)  # [H, dk, L]
         early, last = by_step[..., :-1].sum(-1), by_step[..., -1]
-        square = square + torch.stack([early, early if n > 1 else torch.zeros_like(early), last])
-        if products:
-            total = total + y
-        if n in wanted:
-            squares.append(square / steps)
-            if products:
-                sums = (total[..., :-1], (total - newest)[..., :-1], total[..., -1:])
-                outer.append(torch.stack([_second(x) for x in sums]) / steps)
+        moments = torch.stack([early, early if n else torch.zeros_like(early), last])
+        squares[some] += weight.square()[:, None, :, None] * moments
+        if totals is not None:
+            totals[some].addcmul_(weight[:, None, :, None, None], y)
         at = (at - 1) % count
         y = windows.before(y, at)
-    return Gains(
-        window=window,
-        stores=tuple(sorted(wanted)),
-        squares=torch.stack(squares),
-        products=torch.stack(outer) if products else None,
-    )
+    outer = None
+    if totals is not None:
+        parts = ([x[..., :-1], (x - newest)[..., :-1], x[..., -1:]] for x in totals)
+        outer = torch.stack([torch.stack([_second(x) for x in of]) for of in parts]) / steps
+    return Gains(window=window, stores=tuple(entries), squares=squares / steps, products=outer)
 
 
 def _second(columns: Tensor) -> Tensor:

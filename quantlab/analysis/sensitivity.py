@@ -1,4 +1,4 @@
-"""What a unit of output error costs in nats, head by head, from small injections.
+"""What a relative output error costs in nats, head by head, from small injections.
 
 For small errors e of the recurrent ops' outputs the divergence of the logits is quadratic,
 
@@ -9,11 +9,13 @@ Fisher information of the next-token distribution. Forming it is out of question
 every head), and not needed: errors of different heads are independent, so the cross terms vanish in
 the mean and
 
-    KL ≈ Σ_heads κ_h ⟨‖e_h‖²⟩,
+    KL ≈ Σ_heads κ_h ⟨‖e_h‖²⟩ / ⟨‖o_h‖²⟩,
 
-κ_h the form's mean over errors like those of rounding. It is measured: a row of a batch decodes
-with noise in one head's state and nowhere else, and its KL from the undisturbed row is divided by
-the mean square output error that the noise made. Noise comes in the two shapes that policies have:
+κ_h the form's mean over errors like those of rounding. Errors count by what they are of the output,
+since every family normalises what becomes of it (alone or with the heads of its group) before other
+layers see it: once a state has grown fourfold the same error costs a sixteenth. κ_h is measured: a row of a batch decodes with noise in one head's
+state and nowhere else, and its KL from the undisturbed row is divided by the relative mean square
+output error that the noise made. Noise comes in the two shapes that policies have:
 
 - *kept*: added to the state at every window, and carried along, as a copy's that is written back;
 - *fresh*: seen by the steps of one window and then gone, as a read copy's.
@@ -73,6 +75,7 @@ class InjectedScan:
     Attributes:
         energy: [rows] Σ over gathered steps of ‖o − o*‖² of the disturbed head, o* the output of
             an undisturbed state on the row's own inputs; 0 for rows without noise here.
+        size: [rows] likewise Σ ‖o*‖².
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class InjectedScan:
         self._generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
         self.diverged_at = torch.full((len(policies),), -1, device=device)
         self.energy = torch.zeros(len(policies), dtype=torch.float64, device=device)
+        self.size = torch.zeros_like(self.energy)
         self._state = self._exact = torch.empty(0)
         self.position = 0
 
@@ -123,7 +127,7 @@ class InjectedScan:
             left = self.window - self.position % self.window
             piece = inputs.slice(begin, min(inputs.steps, begin + left))
             (o, exact), (self._state, self._exact) = side_by_side(piece, (self._state, self._exact))
-            self._gather(o - exact)
+            self._gather(o - exact, exact)
             outputs.append(o)
             begin += piece.steps
             self.position += piece.steps
@@ -138,7 +142,8 @@ class InjectedScan:
         before = torch.where(self._kept[:, None, None], self._state[where], exact)
         self._state[where] = before + size * noise
 
-    def _gather(self, error: Tensor) -> None:
+    def _gather(self, error: Tensor, right: Tensor) -> None:
         skip = max(0, self.first - 1 - self.position)
-        taken = error[self._rows, skip:, self._heads]  # [n, steps, dv]
-        self.energy[self._rows] += taken.double().square().sum((1, 2))
+        for sums, of in ((self.energy, error), (self.size, right)):
+            taken = of[self._rows, skip:, self._heads]  # [n, steps, dv]
+            sums[self._rows] += taken.double().square().sum((1, 2))

@@ -18,6 +18,8 @@ from quantlab.replay import Policy
 # Steps between the writes that are looked at, where windows allow it; less where that would leave
 # fewer than so many writes.
 STRIDE, WRITES = 64, 16
+# Least growth of a state, in mean square.
+NOTHING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,9 @@ class WriteErrors:
         step_error: [policies, H] mean square over dv of the outputs' errors over all steps: what
             the prediction is to come to on the calibration text itself.
         step_output: [policies, H] mean square over dv of the outputs.
-        state: [H] mean square of the exact state's elements.
+        states: [looks, H] mean square of the exact state's elements, after every `stride` steps
+            from 0 on; writes are looked at in all but the first of these places.
+        stride: steps between two looks.
         dv: value rows.
         steps: decoded.
     """
@@ -44,9 +48,32 @@ class WriteErrors:
     fresh: Tensor
     step_error: Tensor
     step_output: Tensor
-    state: Tensor
+    states: Tensor
+    stride: int
     dv: int
     steps: int
+
+    def growth(self, stores: int, *, window: int) -> Tensor:
+        """Mean square of the state over that of the looked-at writes, at every store.
+
+        Between looks it is interpolated; after the last it stays, since nothing is known of it.
+
+        Args:
+            stores: from the one after the prompt on.
+            window: L, steps between two of them.
+
+        Returns:
+            [stores, H].
+        """
+        at = torch.arange(stores, device=self.states.device) * (window / self.stride)
+        at = at.clamp(max=len(self.states) - 1).to(self.states.dtype)
+        before = at.long()
+        part = (at - before)[:, None]
+        after = (before + 1).clamp(max=len(self.states) - 1)
+        found = self.states[before] * (1 - part) + self.states[after] * part
+        mean = self.states[1:].mean(0)
+        # of a state that was nothing yet, errors are nothing, but ratios of them are taken
+        return (found / mean).clamp(min=NOTHING)
 
     def relative(self) -> Tensor:
         """Mean square error of one write over that of the state, of what most steps read."""
@@ -54,7 +81,7 @@ class WriteErrors:
         if self.bias is not None:
             own = own + self.bias.diagonal(dim1=-2, dim2=-1).mean(-1)
         fresh = self.fresh.mean(-1)
-        return torch.where(fresh > 0, fresh, own) / self.state
+        return torch.where(fresh > 0, fresh, own) / self.states[1:].mean(0)
 
     def of(self, policies: Sequence[int]) -> WriteErrors:
         """Return those of some policies, by index."""
@@ -105,6 +132,7 @@ def write_errors(
     decoding = scan(policies, torch.zeros_like(rows[:1]), layer=layer, seed=seed)
     decoding.start(state[rows], inputs.rows(rows))
     exact, sums = state.double(), _Sums.zeros(len(policies), exact_shape=state.shape, device=device)
+    states = [_mean_square(exact)]
     windows = {
         window: torch.tensor([p for p, x in enumerate(policies) if x.window == window]).to(device)
         for window in {p.window for p in policies}
@@ -123,8 +151,13 @@ def write_errors(
         for window, chosen in windows.items():
             last = inputs.slice(begin + stride - window, begin + stride)
             unrounded[chosen] = _courses(before[window][chosen].double(), last)
-        sums.writes(recur - unrounded, read - unrounded, exact)
-    return sums.errors(policies, count, count * stride)
+        sums.writes(recur - unrounded, read - unrounded)
+        states.append(_mean_square(exact))
+    return sums.errors(policies, torch.stack(states), stride)
+
+
+def _mean_square(state: Tensor) -> Tensor:
+    return state[0].square().mean((-2, -1))
 
 
 def _courses(states: Tensor, inputs: OpInputs) -> Tensor:
@@ -144,7 +177,6 @@ class _Sums:
     error: Tensor  # [P, H, dv, dk]
     square: Tensor  # [P, H, dv, dk]
     fresh: Tensor  # [P, H, dk], mean over dv
-    state: Tensor  # [H]
     step_error: Tensor  # [P, H], mean over dv, sum over steps
     step_output: Tensor  # [1, H]
 
@@ -159,7 +191,6 @@ class _Sums:
             error=zero(policies, heads, dv, dk),
             square=zero(policies, heads, dv, dk),
             fresh=zero(policies, heads, dk),
-            state=zero(heads),
             step_error=zero(policies, heads),
             step_output=zero(1, heads),
         )
@@ -168,14 +199,14 @@ class _Sums:
         self.step_error += error.square().mean(-1).sum(1)
         self.step_output += right.square().mean(-1).sum(1)
 
-    def writes(self, error: Tensor, fresh: Tensor, exact: Tensor) -> None:
+    def writes(self, error: Tensor, fresh: Tensor) -> None:
         self.error += error
         self.square += error.square()
         self.fresh += fresh.square().mean(-2)
-        self.state += exact[0].square().mean((-2, -1))
 
-    def errors(self, policies: Sequence[Policy], count: int, steps: int) -> WriteErrors:
-        device = self.error.device
+    def errors(self, policies: Sequence[Policy], states: Tensor, stride: int) -> WriteErrors:
+        device, count = self.error.device, len(states) - 1
+        steps = count * stride
         mean, square = self.error / count, self.square / count
         spread = (square - mean.square()).clamp(min=0).mean(-2) * count / (count - 1)
         nearest = [p.recur.rounding == "rtn" and not p.recur.is_exact for p in policies]
@@ -192,7 +223,8 @@ class _Sums:
             fresh=self.fresh / count * separate[:, None, None],
             step_error=self.step_error / steps,
             step_output=(self.step_output / steps).expand_as(self.step_error),
-            state=self.state / count,
+            states=states,
+            stride=stride,
             dv=self.error.shape[-2],
             steps=steps,
         )

@@ -103,9 +103,11 @@ class LayerEstimate:
     """One layer of one text.
 
     Attributes:
-        kept: [policies, lengths, H] expected squared output error, mean over the window of N.
+        kept: [policies, lengths, H] expected squared output error over the mean square of the
+            output, mean over the window of N.
         fresh: [policies, H] that of the read copy's own cast.
         here: [policies, H] the same expectation over the calibration text itself, kept and fresh.
+        decoded: [policies, H] what `here` is to come to.
         errors: what was measured on it.
         half_life: [H] of the mean gate, steps.
     """
@@ -113,6 +115,7 @@ class LayerEstimate:
     kept: Tensor
     fresh: Tensor
     here: Tensor
+    decoded: Tensor
     errors: WriteErrors
     half_life: Tensor
 
@@ -148,20 +151,33 @@ def estimate_layer(
         seen = [[(t - 1) // window + 1 for t in positions_of(n)] for n in lengths]
         wanted = sorted({n for of_length in seen for n in of_length})
         inside = _spread(errors.steps // window)
+        growth = errors.growth(max(wanted + inside), window=window)
         moments = gains(
             windows_of(inputs, window), [1, *wanted, *inside], window=window,
             products=errors.bias is not None and any(_nearest(p) for p in of),
+            sizes=growth.sqrt(),
         )  # fmt: skip
         found = expected_errors(errors.of(chosen), moments, of, inputs.dv)
         at = {n: i for i, n in enumerate(moments.stores)}
+        # of a state as large as the text's mean, beside the outputs of such a state
+        output = errors.step_output[chosen] * inputs.dv  # [chosen, H]
+        relative, own = found.kept / output[:, None], found.fresh / output
+        # stores are taken together as outputs are when decoded: the largest states weigh most
+        weights = growth[[n - 1 for n in moments.stores]]
+        together = torch.stack(
+            [
+                (weights[numbers] * relative[:, numbers]).mean(1) / weights[numbers].mean(0)
+                for numbers in ([at[n] for n in some] for some in (*seen, inside))
+            ],
+            1,
+        )  # [chosen, lengths + 1, H]
         for i, p in enumerate(chosen):
-            kept[p] = torch.stack([found.kept[i, [at[n] for n in x]].mean(0) for x in seen])
-            fresh[p] = found.fresh[i]
-            here[p] = found.kept[i, [at[n] for n in inside]].mean(0) + found.fresh[i]
+            kept[p], fresh[p], here[p] = together[i, :-1], own[i], together[i, -1] + own[i]
     gates = inputs.log_decay.double().mean((0, 1))
     gates = gates if gates.ndim == 1 else gates.mean(-1)
     return LayerEstimate(
-        kept=torch.stack(kept), fresh=torch.stack(fresh), here=torch.stack(here), errors=errors,
+        kept=torch.stack(kept), fresh=torch.stack(fresh), here=torch.stack(here),
+        decoded=errors.step_error / errors.step_output, errors=errors,
         half_life=torch.log(torch.tensor(2.0, dtype=torch.float64)).to(gates.device) / -gates,
     )  # fmt: skip
 
@@ -194,7 +210,7 @@ def sensitivities(
         progress: told the injections done.
 
     Returns:
-        By shape, mean KL and mean squared output error of every head, [H] each, by layer.
+        By shape, mean KL and relative mean squared output error of every head, [H] each, by layer.
     """
     heads = [shape[0] for shape in m.recurrent_shapes]
     injections = [
@@ -240,5 +256,8 @@ def _inject(
         prompt=INJECTION_PROMPT, segment=INJECTION_TOKENS, seed=seed, scan=build,
     )  # fmt: skip
     kl = [compare(x.logits, x.targets).kl[:, 0].cpu() for x in forcing.run()]
-    energy = torch.stack([scan.energy for scan in built]).sum(0)[1:].cpu()
-    return torch.cat(kl, -1).mean(-1), energy / len(measured)
+    energy, size = (
+        torch.stack([getattr(scan, name) for scan in built]).sum(0)[1:].cpu()
+        for name in ("energy", "size")
+    )
+    return torch.cat(kl, -1).mean(-1), energy / size

@@ -1,17 +1,20 @@
 """Predict KL at N from calibration statistics, then hold it against a measurement.
 
-    KL(policy, N)  ≈  Σ_heads κ_kept · E‖D q‖² of what the recurrence carries
+    KL(policy, N)  ≈  Σ_heads κ_kept · E‖D q‖² / E‖o‖² of what the recurrence carries
                               + κ_fresh · that of the read copy's own cast
 
 with the expectation from gates, keys, write strengths, queries and the errors of single writes
-(`analysis.pullback`, `analysis.write_errors`), and the nats that a unit of output error costs from
+(`analysis.pullback`, `analysis.write_errors`), and the nats that a relative error costs from
 small injections (`analysis.sensitivity`), all on text that the measurement does not touch: what
 follows its last token in the same documents. No policy is decoded with before the prediction is on
 disk; what is measured changes none of it.
 
+Errors are relative throughout: states may grow over tens of thousands of tokens, and the errors of
+writes grow with them, but what follows the recurrence normalises its output.
+
 It leaves out: saturation (KL is taken as quadratic, which it is below some 0.1 nats); states that
-grow after the calibration text's end, and with them errors; correlations between the errors of
-different heads; 16-bit records, so the model is calibrated in FP32.
+grow after the calibration text's end, beside which older errors would be smaller; correlations
+between the errors of different heads; 16-bit records, so the model is calibrated in FP32.
 
 A directory of such a run holds
 
@@ -64,7 +67,8 @@ HEAD_SCHEMA = pa.schema(
             for name, meaning in {
                 "half_life": "steps in which the mean gate halves a state",
                 "write": "relative mean square error of one write, of what most steps read",
-                "predicted_error": "expected squared output error over the calibration text",
+                "predicted_error": "expected squared output error over the calibration text, "
+                "relative to the output's mean square, as all errors here",
                 "decoded_error": "the same decoded on its recorded inputs",
                 "kept_error": "expected squared output error at N, carried by the recurrence",
                 "fresh_error": "the same of the read copy's own cast",
@@ -330,7 +334,7 @@ def _tables(
 ) -> tuple[pa.Table, pa.Table]:
     """Average over texts, and lay out."""
     names = [str(p) for p in policies]
-    # a mean cost over texts: all their nats over all their squared errors
+    # a mean cost over texts: all their nats over all their squared relative errors
     kappa = {
         shape: [
             torch.stack([c[shape][0][layer] for c in cost]).sum(0)
@@ -345,8 +349,7 @@ def _tables(
         of = [text[layer] for text in layers]
         fresh = torch.stack([x.fresh for x in of]).mean(0).cpu()
         here = torch.stack([x.here for x in of]).mean(0).cpu()
-        dv = of[0].errors.dv
-        decoded = torch.stack([x.errors.step_error for x in of]).mean(0).cpu() * dv
+        decoded = torch.stack([x.decoded for x in of]).mean(0).cpu()
         write = torch.stack([x.errors.relative() for x in of]).mean(0).cpu()
         half_life = torch.stack([x.half_life for x in of]).mean(0).cpu()
         nothing = torch.full_like(kappa["kept"][layer], float("nan"))

@@ -45,11 +45,15 @@ def test_a_deviation_and_its_outputs_by_the_textbook(kind):
         d = after
 
 
+@pytest.mark.parametrize("grown", [False, True])
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
-def test_moments_are_those_of_outputs_of_single_errors(kind):
+def test_moments_are_those_of_outputs_of_single_errors(kind, grown):
     """Errors of one key channel and one store at a time, decoded by the textbook."""
     inputs = one_row(kind, steps=12, dk=6, heads=2, key_heads=1)
-    found = gains(windows_of(inputs, LENGTH), [1, 3, 5], window=LENGTH, products=True)
+    sizes = None
+    if grown:
+        sizes = torch.tensor([[1.0, 8], [2, 5], [4, 2], [3, 2], [5, 1]], dtype=torch.float64)
+    found = gains(windows_of(inputs, LENGTH), [1, 3, 5], window=LENGTH, products=True, sizes=sizes)
     assert found.stores == (1, 3, 5)
     unit = torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6)
     blank = inputs.v.new_zeros(()).expand(1, LENGTH, 2, 6)
@@ -65,6 +69,9 @@ def test_moments_are_those_of_outputs_of_single_errors(kind):
             y = torch.zeros(2, 6, LENGTH, dtype=torch.float64)
             for age in range(stores):
                 state = unit
+                if sizes is not None:
+                    relative = sizes[stores - 1 - age] / sizes[stores - 1]
+                    state = relative[:, None, None] * unit
                 for w in range(read - age, read):
                     state = textbook(window(w), state)[1]
                 o = textbook(window(read), state)[0][0].permute(1, 2, 0)  # [H, dk, L]
@@ -86,7 +93,7 @@ def made_up(variance, bias=None, fresh=None):
     zero = torch.zeros(shape[:2], dtype=torch.float64)
     return WriteErrors(
         variance=variance, bias=bias, fresh=torch.zeros(shape) if fresh is None else fresh,
-        step_error=zero, step_output=zero, state=zero[0], dv=1, steps=0,
+        step_error=zero, step_output=zero, states=zero[:2], stride=8, dv=1, steps=0,
     )  # fmt: skip
 
 
@@ -162,6 +169,7 @@ def test_write_errors_by_hand():
     state = torch.zeros(1, 4, 8, 16)
     found = write_errors(state, inputs, policies, layer=2, seed=5, scan=WindowedScan)
     assert found.steps == 128 and found.dv == 8
+    assert found.stride == 8 and found.states.shape == (17, 4) and not found.states[0].any()
     rows = torch.zeros(3, dtype=torch.int64)
     scan = WindowedScan(policies, torch.tensor([0]), layer=2, seed=5)
     scan.start(state[rows], inputs.rows(rows))
@@ -198,9 +206,24 @@ def test_write_errors_by_hand():
     assert torch.allclose(found.bias[[0, 2]], product[[0, 2]], atol=1e-3 * float(product.max()))
     assert not found.bias[1].any() and not found.fresh[:2].any()
     assert torch.allclose(found.fresh[2], f[:, 2].square().mean((0, 2)), rtol=1e-3)
-    right = textbook(inputs._map(lambda x: x.double()), state.double())[0]
+    right, end = textbook(inputs._map(lambda x: x.double()), state.double())
+    assert torch.allclose(found.states[-1], end[0].square().mean((-2, -1)), rtol=1e-9)
     off = (torch.cat(outputs, 1).double() - right).square().mean(-1).mean(1)
     assert torch.allclose(found.step_error, off, rtol=1e-3)
+
+
+def test_growth_is_that_of_the_states_that_are_looked_at():
+    errors = replace(
+        made_up(torch.zeros(1, 2, 3)),
+        states=torch.tensor([[1.0, 0], [3, 4], [5, 4]], dtype=torch.float64),
+    )
+    # looks at 0, 8 and 16 steps; what two writes made is taken relative to their mean, 4
+    every = errors.growth(4, window=8)
+    assert every[:, 0].tolist() == [0.25, 0.75, 1.25, 1.25]
+    assert every[1:, 1].tolist() == [1, 1, 1] and 0 < every[0, 1] < 1e-9
+    between = errors.growth(6, window=4)
+    assert between[:, 0].tolist() == [0.25, 0.5, 0.75, 1, 1.25, 1.25]
+    assert errors.growth(2, window=16)[:, 0].tolist() == [0.25, 1.25]
 
 
 def test_what_cannot_be_is_refused():

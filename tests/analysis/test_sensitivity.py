@@ -42,7 +42,9 @@ def test_noise_is_in_one_head_of_its_row(kind):
     for row, head in ((1, 2), (2, 0)):
         gathered = error[row, PROMPT + FIRST - 1 :, head].square().sum()
         assert torch.allclose(scan.energy[row], gathered, rtol=1e-6)
-    assert not scan.energy[[0, 3]].any()
+        size = exact[0, PROMPT + FIRST - 1 :, head].square().sum()
+        assert torch.allclose(scan.size[row], size, rtol=1e-6)
+    assert not scan.energy[[0, 3]].any() and not scan.size[[0, 3]].any()
     _, _, cut = injected(kind, cuts=(3, 10, 11))
     assert torch.allclose(o, cut, atol=1e-12)
 
