@@ -13,9 +13,10 @@ the mean and
 
 κ_h the form's mean over errors like those of rounding. Errors count by what they are of the output,
 since every family normalises what becomes of it (alone or with the heads of its group) before other
-layers see it: once a state has grown fourfold the same error costs a sixteenth. κ_h is measured: a row of a batch decodes with noise in one head's
-state and nowhere else, and its KL from the undisturbed row is divided by the relative mean square
-output error that the noise made. Noise comes in the two shapes that policies have:
+layers see it: once a state has grown fourfold the same error costs a sixteenth. κ_h is measured: a
+row of a batch decodes with noise in one head's state and nowhere else, and its KL from the
+undisturbed row is divided by the relative mean square output error that the noise made. Noise comes
+in the two shapes that policies have:
 
 - *kept*: added to the state at every window, and carried along, as a copy's that is written back;
 - *fresh*: seen by the steps of one window and then gone, as a read copy's.
