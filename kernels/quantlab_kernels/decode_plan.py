@@ -50,6 +50,16 @@ class Cursors:
             diverged=torch.full((slots,), -1, dtype=torch.int32, device=device),
         )
 
+    def part(self, first: int, slots: int) -> "Cursors":
+        """Return those of some slots, which stay parts of these."""
+        inside = slice(first, first + slots)
+        return Cursors(
+            count=self.count[inside],
+            flush=self.flush[inside],
+            stream=self.stream[inside],
+            diverged=self.diverged[inside],
+        )
+
     def start(self, slots: Tensor, streams: Tensor) -> None:
         """Begin sequences; their states after the prompt are stored next (as flush 0)."""
         index = slots.to(torch.int64)

@@ -2,7 +2,9 @@
 
 Policies share the rows of a batch. Each has its own pool of slots, cursors and plan; the plan of a
 policy sorts that policy's rows, and for all others they are padded rows, which cost nothing. Which
-slot a row has is a table on the device, so one captured graph outlives any change of rows.
+slot a row has is a table on the device, so one captured graph outlives any change of rows. The host
+has the same table and sends it over as a whole: rows that begin together cost a copy a layer, a
+store a layer and policy, and no wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantlab.engine.transfer import on_device
 from quantlab.recurrence import OpInputs
 from quantlab.replay import Policy
 from quantlab_kernels.decode import LayerCache
@@ -24,6 +27,7 @@ class Pool:
     Attributes:
         policy: it.
         layers: its cache of every layer.
+        first: its first slot among all policies'.
         cursors: of its slots, shared by all layers.
         plan: of one step of the batch.
         slot_of: int32 [rows] on the device; −1: the row has another policy, or none.
@@ -33,6 +37,7 @@ class Pool:
 
     policy: Policy
     layers: list[LayerCache]
+    first: int
     cursors: Cursors
     plan: Plan
     slot_of: Tensor
@@ -77,7 +82,17 @@ class KernelStates:
         seed: int,
     ) -> None:
         self.rows = rows
-        device = examples[0].v.device
+        self._device = device = examples[0].v.device
+        # every policy begins at an aligned address, for which kernels are compiled once
+        firsts = [0]
+        for slots in places:
+            firsts.append(firsts[-1] + _aligned(slots))
+        self._cursors = Cursors.empty(firsts[-1], device)
+        self._slots = torch.full((len(policies), _aligned(rows)), -1, dtype=torch.int32)
+        self._slot_of = on_device(self._slots, device)
+        # by row, its slot among all policies', and its policy's window
+        self._places = torch.full((2, rows), -1, dtype=torch.int64)
+        self._place_of = on_device(self._places, device)
         self._pools = [
             Pool(
                 policy=policy,
@@ -91,13 +106,16 @@ class KernelStates:
                     )
                     for layer, x in enumerate(examples)
                 ],
-                cursors=Cursors.empty(slots, device),
+                first=first,
+                cursors=self._cursors.part(first, slots),
                 plan=Plan.empty(rows, device),
-                slot_of=torch.full((rows,), -1, dtype=torch.int32, device=device),
+                slot_of=slot_of[:rows],
                 free=list(reversed(range(slots))),
                 taken={},
             )
-            for policy, slots in zip(policies, places, strict=True)
+            for policy, slots, first, slot_of in zip(
+                policies, places, firsts[:-1], self._slot_of, strict=True
+            )
         ]
         shapes = {(x.heads, x.dv) for x in examples}
         # layers run one after the other: those of one shape share their outputs' memory
@@ -108,6 +126,7 @@ class KernelStates:
         rows: Sequence[int],
         states: Sequence[Tensor],
         *,
+        of: Sequence[int],
         policies: Sequence[int],
         streams: Sequence[int],
     ) -> None:
@@ -116,25 +135,37 @@ class KernelStates:
         Raises:
             ValueError: more rows of a policy than it has places.
         """
-        self.stop(rows)
+        self._release(rows)
+        # policy by policy, so that the states of one lie side by side
+        order = sorted(range(len(rows)), key=lambda i: policies[i])
+        starts: list[tuple[int, list[int]]] = []
         for index, pool in enumerate(self._pools):
-            inside = [i for i, p in enumerate(policies) if p == index]
-            if not inside:
-                continue
+            inside = [i for i in order if policies[i] == index]
             if len(inside) > len(pool.free):
+                self._upload()
                 raise ValueError(
                     f"{pool.policy.short}: {len(inside)} rows more, {len(pool.free)} places left "
                     f"of {len(pool.free) + len(pool.taken)}"
                 )
-            taken = [pool.free.pop() for _ in inside]
-            where = [rows[i] for i in inside]
-            pool.taken.update(zip(where, taken, strict=True))
-            slots = self._index(taken)
-            pool.slot_of[self._index(where)] = slots.to(torch.int32)
-            pool.cursors.start(slots, self._index([streams[i] for i in inside]))
-            picked = self._index(inside)
-            for cache, state in zip(pool.layers, states, strict=True):
-                cache.start(state[picked].float().contiguous(), slots, pool.cursors)
+            if inside:
+                starts.append((index, inside))
+        taken = [self._take(index, [rows[i] for i in inside]) for index, inside in starts]
+        self._upload()
+        width = _aligned(max(map(len, taken)))
+        slots = on_device([own + [-1] * (width - len(own)) for own in taken], self._device)
+        firsts = [self._pools[index].first for index, _ in starts]
+        places = [a + slot for a, own in zip(firsts, taken, strict=True) for slot in own]
+        where, stream, picked = on_device(
+            [places, [streams[i] for i in order], [of[i] for i in order]], self._device
+        )
+        self._cursors.start(where, stream)
+        for layer, state in enumerate(states):
+            mine = state[picked].float().contiguous()
+            begin = 0
+            for (index, inside), own in zip(starts, slots, strict=True):
+                pool, end = self._pools[index], begin + len(inside)
+                pool.layers[layer].start(mine[begin:end], own[: len(inside)], pool.cursors)
+                begin = end
 
     def compile(self) -> None:
         """Launch what `start` launches, for compilation ahead (`compiling`)."""
@@ -147,13 +178,11 @@ class KernelStates:
 
     def stop(self, rows: Sequence[int]) -> None:
         """Free rows; their outputs read zero from then on."""
-        for pool in self._pools:
-            held = [row for row in rows if row in pool.taken]
-            if held:
-                pool.free.extend(pool.taken.pop(row) for row in held)
-                pool.slot_of[self._index(held)] = -1
+        self._release(rows)
+        self._upload()
+        at = on_device(list(rows), self._device)
         for out in self._out.values():
-            out[self._index(rows)] = 0
+            out[at] = 0
 
     def advance(self) -> None:
         """Begin a model step: sort every policy's rows, and move their cursors on."""
@@ -171,14 +200,10 @@ class KernelStates:
     @property
     def diverged_at(self) -> Tensor:
         """[rows] int64: tokens after the prompt at the first store that was not finite, or −1."""
-        at = torch.full((self.rows,), -1, dtype=torch.int64, device=self._pools[0].slot_of.device)
-        for pool in self._pools:
-            # store number n is made by token n · L
-            slots = pool.slot_of.clamp(min=0).to(torch.int64)
-            number = pool.cursors.diverged[slots].to(torch.int64)
-            here = torch.where(number < 0, -1, number * pool.policy.window)
-            at = torch.where(pool.slot_of >= 0, here, at)
-        return at
+        place, window = self._place_of
+        # store number n is made by token n · L
+        number = self._cursors.diverged[place.clamp(min=0)].to(torch.int64)
+        return torch.where((place < 0) | (number < 0), -1, number * window)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that later steps depend on; copies."""
@@ -190,6 +215,7 @@ class KernelStates:
 
     def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of states with the same arguments."""
+        self._release(range(self.rows))
         for index, pool in enumerate(self._pools):
             for name, x in pool.tensors().items():
                 x.copy_(named[f"{index}.{name}"])
@@ -198,10 +224,42 @@ class KernelStates:
             pool.taken.update({row: slot for row, slot in enumerate(slots) if slot >= 0})
             places = pool.cursors.count.numel()
             pool.free[:] = sorted(set(range(places)) - set(slots), reverse=True)
+            self._note(index)
+        self._upload()
 
-    def _index(self, values: Sequence[int]) -> Tensor:
-        device = self._pools[0].slot_of.device
-        return torch.tensor(list(values), dtype=torch.int64, device=device)
+    def _take(self, index: int, rows: Sequence[int]) -> list[int]:
+        """Give rows places of a policy: its slots."""
+        pool = self._pools[index]
+        taken = [pool.free.pop() for _ in rows]
+        pool.taken.update(zip(rows, taken, strict=True))
+        self._note(index)
+        return taken
+
+    def _note(self, index: int) -> None:
+        """Write a policy's rows into the host's tables."""
+        pool = self._pools[index]
+        at, slots = torch.tensor([list(pool.taken), list(pool.taken.values())], dtype=torch.int64)
+        self._slots[index, at] = slots.to(torch.int32)
+        self._places[0, at] = pool.first + slots
+        self._places[1, at] = pool.policy.window
+
+    def _release(self, rows: Sequence[int]) -> None:
+        """Take rows' places back."""
+        at = torch.tensor(list(rows), dtype=torch.int64)
+        self._slots[:, at] = -1
+        self._places[:, at] = -1
+        for pool in self._pools:
+            pool.free.extend(pool.taken.pop(row) for row in rows if row in pool.taken)
+
+    def _upload(self) -> None:
+        """Set the device's tables to the host's."""
+        self._slot_of.copy_(on_device(self._slots, self._device))
+        self._place_of.copy_(on_device(self._places, self._device))
+
+
+def _aligned(n: int) -> int:
+    """Round up to 16 bytes' worth of 32-bit numbers."""
+    return -(-n // 4) * 4
 
 
 def _dense(x: Tensor) -> Tensor:

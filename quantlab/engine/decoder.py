@@ -18,62 +18,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quantlab import dispatch
-from quantlab.engine.attention import lower_right
 from quantlab.engine.fixed_cache import FixedCache
+from quantlab.engine.prompt import Prompt, prefill
 from quantlab.errors import RunError
 from quantlab.models.precision import full_fp32
-from quantlab.recurrence import OpInputs, exact_scan
+from quantlab.recurrence import OpInputs
 from quantlab.replay import Policy
 
 if TYPE_CHECKING:
     from quantlab.models import LoadedModel, OpCall
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Sequences of one length, consumed in full precision.
-
-    Attributes:
-        cache: transformers' cache of that forward: keys, values, convolution states.
-        states: by recurrent layer, [n, H, dv, dk] FP32 (FP64), unrounded.
-        length: tokens of each.
-        logits: [n, V] after the last token.
-    """
-
-    cache: Any
-    states: list[Tensor]
-    length: int
-    logits: Tensor
-
-
-def prefill(m: LoadedModel, tokens: Tensor) -> Prompt:
-    """Consume prompts in one forward, nothing rounded.
-
-    Args:
-        m: the loaded model.
-        tokens: [n, T] int64, T ≥ 1, without padding.
-    """
-    from quantlab.models import forward_hidden, head, new_cache, replaced
-
-    states: list[Tensor] = []
-
-    def keep(call: OpCall) -> tuple[Tensor, None]:
-        o, state = exact_scan(call.inputs)
-        states.append(state)
-        return o, None
-
-    cache = new_cache(m)
-    with torch.inference_mode(), full_fp32(), lower_right(m.model), replaced(m, keep):
-        hidden = forward_hidden(m, tokens.to(m.device), cache=cache, start=0)
-        logits = head(m, hidden[:, -1:])[:, 0]
-    return Prompt(cache=cache, states=states, length=tokens.shape[1], logits=logits)
+__all__ = ["Decoder", "Prompt", "RowStates", "prefill"]
 
 
 class RowStates(Protocol):
@@ -84,10 +45,14 @@ class RowStates(Protocol):
         rows: Sequence[int],
         states: Sequence[Tensor],
         *,
+        of: Sequence[int],
         policies: Sequence[int],
         streams: Sequence[int],
     ) -> None:
-        """Store unrounded states, by layer [n, H, dv, dk], as flush 0 of these rows."""
+        """Store unrounded states, by layer [n, H, dv, dk], as flush 0 of these rows.
+
+        What the rows held is dropped; `of` says by row which of the n it continues.
+        """
 
     def stop(self, rows: Sequence[int]) -> None:
         """Free rows."""
@@ -190,11 +155,11 @@ class Decoder:
         policies: Sequence[int],
         streams: Sequence[int],
     ) -> None:
-        """Begin rows behind a prompt; whatever they held is dropped.
+        """Begin rows behind prompts; whatever they held is dropped. The device is not waited for.
 
         Args:
             rows: which; each once.
-            prompt: of `prefill`.
+            prompt: of `prefill`; `gathered` has several of them in one.
             of: by row, which of the prompt's sequences it continues.
             policies: by row, index into the policies.
             streams: by row, the id that keys its random draws, in [0, 2^32).
@@ -206,11 +171,8 @@ class Decoder:
         self._check_rows(rows)
         if not len(rows) == len(of) == len(policies) == len(streams):
             raise ValueError("rows, of, policies and streams are of one length")
-        self.states.stop(rows)
-        self.cache.fill(rows, prompt.cache, prompt.length, of=of)
-        picked = torch.tensor(list(of), dtype=torch.int64, device=self.m.device)
-        states = [state[picked] for state in prompt.states]
-        self.states.start(rows, states, policies=policies, streams=streams)
+        self.cache.fill(rows, prompt, of=of)
+        self.states.start(rows, prompt.states, of=of, policies=policies, streams=streams)
 
     @torch.inference_mode()
     def stop(self, rows: Sequence[int]) -> None:

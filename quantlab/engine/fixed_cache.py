@@ -17,7 +17,9 @@ from torch import Tensor
 
 from quantlab import dispatch
 from quantlab.engine.attention import attention, lower_right
+from quantlab.engine.prompt import Prompt
 from quantlab.engine.teacher_forcing import conv_states
+from quantlab.engine.transfer import on_device
 from quantlab.recurrence import OpInputs
 
 if TYPE_CHECKING:
@@ -59,8 +61,8 @@ class FixedCache:
             if m.device.type == "cuda"
             else None
         )
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=m.device)
-        self._live = torch.zeros(rows, dtype=torch.int64, device=m.device)
+        self._counts = torch.zeros((2, rows), dtype=torch.int64, device=m.device)
+        self.lengths, self._live = self._counts
         self._row = torch.arange(rows, device=m.device)
         self.host_lengths = torch.zeros(rows, dtype=torch.int64)
         self._host_live = torch.zeros(rows, dtype=torch.int64)
@@ -112,39 +114,37 @@ class FixedCache:
         """Count it on the host."""
         self.host_lengths += self._host_live
 
-    def fill(self, rows: Sequence[int], cache: Any, length: int, *, of: Sequence[int]) -> None:
+    def fill(self, rows: Sequence[int], prompt: Prompt, *, of: Sequence[int]) -> None:
         """Copy prefilled sequences into rows.
 
         Args:
             rows: which.
-            cache: transformers cache of a forward over sequences of one length.
-            length: their tokens.
-            of: by row, which sequence.
+            prompt: the sequences.
+            of: by row, which of them.
 
         Raises:
-            ValueError: they are longer than a row can be.
+            ValueError: one is longer than a row can be.
         """
-        if length > self.most:
-            raise ValueError(f"a row holds {self.most} tokens, the prompt has {length}")
-        into = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
-        which = torch.tensor(list(of), dtype=torch.int64, device=self._device)
-        for index, (keys, values) in self.buffers.items():
-            given = cache.layers[index]
-            keys[into, :, :length] = given.keys[which]
-            values[into, :, :length] = given.values[which]
-            if self._attend is None:
-                # blocks are met whole, and a weight of 0 keeps no NaN out: a broken row's leave
-                keys[into, :, length:] = 0
-                values[into, :, length:] = 0
-        for own, given in zip(self.cache.layers, cache.layers, strict=True):
-            for (_, conv), (_, other) in zip(conv_states(own), conv_states(given), strict=True):
-                conv[into] = other[which]
-        self._set(rows, length, 1)
+        lengths = [prompt.lengths[i] for i in of]
+        longest = max(lengths)
+        if longest > self.most:
+            raise ValueError(f"a row holds {self.most} tokens, the prompt has {longest}")
+        into, which = on_device([list(rows), list(of)], self._device)
+        for index, buffers in self.buffers.items():
+            for buffer, given in zip(buffers, prompt.attended[index], strict=True):
+                buffer[into, :, :longest] = given[which, :, :longest]
+                if self._attend is None:
+                    # blocks are met whole, and no weight of 0 keeps a NaN out: a broken row's go
+                    buffer[into, :, longest:] = 0
+        for layer, convolved in zip(self.cache.layers, prompt.convolved, strict=True):
+            for (_, conv), given in zip(conv_states(layer), convolved, strict=True):
+                conv[into] = given[which]
+        self._set(rows, lengths, 1)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Free rows; they are carried along at length 0."""
-        into = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
-        self._set(rows, 0, 0)
+        into = on_device(list(rows), self._device)
+        self._set(rows, [0] * len(rows), 0)
         for layer in self.cache.layers:
             for _, conv in conv_states(layer):
                 conv[into] = 0
@@ -163,12 +163,9 @@ class FixedCache:
 
     def load_state_dict(self, named: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of a cache with the same arguments."""
-        for name, host, device in (
-            ("lengths", self.host_lengths, self.lengths),
-            ("live", self._host_live, self._live),
-        ):
-            host.copy_(named[name])
-            device.copy_(named[name])
+        self.host_lengths.copy_(named["lengths"])
+        self._host_live.copy_(named["live"])
+        self._upload()
         for index, buffers in self.buffers.items():
             for name, buffer in zip(("keys", "values"), buffers, strict=True):
                 saved = named[f"{index}.{name}"]
@@ -177,14 +174,16 @@ class FixedCache:
             for slot, conv in conv_states(layer):
                 conv.copy_(named[f"{index}.conv.{slot}"])
 
-    def _set(self, rows: Sequence[int], length: int, live: int) -> None:
+    def _set(self, rows: Sequence[int], lengths: Sequence[int], live: int) -> None:
         at = torch.tensor(list(rows), dtype=torch.int64)
-        for host, device, value in (
-            (self.host_lengths, self.lengths, length),
-            (self._host_live, self._live, live),
-        ):
-            host[at] = value
-            device[at.to(self._device)] = value
+        self.host_lengths[at] = torch.tensor(list(lengths), dtype=torch.int64)
+        self._host_live[at] = live
+        self._upload()
+
+    def _upload(self) -> None:
+        """Set the device's counts to the host's, which has counted all steps started so far."""
+        counts = torch.stack([self.host_lengths, self._host_live])
+        self._counts.copy_(on_device(counts, self._device))
 
     def _buffer(self, like: Tensor) -> Tensor:
         shape = (self.rows, like.shape[1], self.capacity, like.shape[3])

@@ -9,9 +9,12 @@ Every generation is a function of its question, repetition, policy and seeds alo
   a matrix product depends on it.
 
 On a CPU the answers are therefore the same whatever the number of busy rows, their order, and
-wherever a run is cut. On CUDA a step and the choice of its tokens are captured graphs, the host
-looks every `LOOK_EVERY` steps which rows have ended, and prompts of one length are consumed
-together; products of one shape may still differ between rows there.
+wherever a run is cut. On CUDA a step and the choice of its tokens are captured graphs; products of
+one shape may still differ between rows there.
+
+The device never waits for the host but between two bouts of steps (`Pace`). While one is under way
+the host consumes the next prompts, which queues behind it, and reads and hands over what the rows
+that ended before have written. In between it replaces, together, the rows that have ended.
 """
 
 from __future__ import annotations
@@ -21,32 +24,55 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantlab.engine import row_sampler
-from quantlab.engine.decoder import Decoder, Prompt, prefill
-from quantlab.engine.row_sampler import RowSampler
+from quantlab.engine.decoder import Decoder
+from quantlab.engine.prompt import Prompt, gathered, prefill
+from quantlab.engine.row_sampler import FREE, GOING, RowSampler, Written
 from quantlab.engine.sampling import Sampling, stream_id
 from quantlab.engine.teacher_forcing import require_parts
+from quantlab.engine.transfer import Reading, on_device
 from quantlab.replay import Policy
 
 if TYPE_CHECKING:
     from quantlab.models import LoadedModel
 
+_T = TypeVar("_T")
+
 STOP, BUDGET, BROKEN = "stop", "budget", "diverged"
 _FINISH = {row_sampler.STOPPED: STOP, row_sampler.CUT: BUDGET, row_sampler.BROKEN: BROKEN}
 
-LOOK_EVERY = 64
-"""Steps on CUDA between looks at which rows have ended; one that has waits half of them idle."""
-TOGETHER = 32
-"""Most prompts of one length that are consumed in one forward on CUDA."""
+STARTED_TOGETHER = 16
+"""Most questions whose prompts are laid side by side to start rows behind them."""
 MEMORY_SHARE = 0.5
 """Most of the free memory of a CUDA device that states may take."""
 STATE_COPIES = 2.5
 """FP32 states that a place of a policy takes at most, records included."""
+
+
+class Pace(NamedTuple):
+    """When the host does what, beside the steps; of it a step costs time, never what rows write.
+
+    Attributes:
+        steps: of a bout, between two looks at which rows have ended. One that has ended stays idle
+            for half of them.
+        together: most prompts of one length that are consumed in one forward; it decides the order
+            of additions, so on a CPU it is 1.
+        ahead: whether prompts are consumed before a row is free for them.
+    """
+
+    steps: int
+    together: int
+    ahead: bool
+
+
+CPU = Pace(steps=1, together=1, ahead=False)
+CUDA = Pace(steps=64, together=32, ahead=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +156,17 @@ class GenerationRun:
         rows: rows of every forward; decides the order of additions, so it is part of a study.
         busy: most rows in use at once; all of them if None. Changes no answer on a CPU.
         skip: jobs that need not be made (already on disk).
+        pace: of the host; by device if None.
 
     Attributes:
         steps: taken so far.
-        seconds: of consuming prompts, starting rows, steps, and reading what rows wrote.
+        seconds: of the host, by what it did. On CUDA `prompts`, `reads` and `caller` go on beside
+            the device's steps, and `steps` is what is left of these: queueing them and waiting.
+            prompts     consuming prompts (on CUDA: queueing that)
+            starts      taking rows that have ended out and starting others; the device waits
+            steps       steps and the choice of their tokens
+            reads       making lists of what rows have written
+            caller      whoever consumes the generations
 
     Raises:
         ValueError: a size below 1, no arm, no question, an empty prompt, or equal question ids.
@@ -153,6 +186,7 @@ class GenerationRun:
         repetitions: int = 1,
         busy: int | None = None,
         skip: Sequence[Job] = (),
+        pace: Pace | None = None,
     ) -> None:
         busy = rows if busy is None else busy
         for name, value in (("rows", rows), ("busy", busy), ("budget", budget)):
@@ -168,12 +202,19 @@ class GenerationRun:
         self.arms, self.questions = tuple(arms), tuple(questions)
         self.budget, self.rows, self.busy = budget, rows, busy
         self.steps = 0
-        on_cuda = m.device.type == "cuda"
-        self._look_every, self._together = (LOOK_EVERY, TOGETHER) if on_cuda else (1, 1)
+        self.pace = (CUDA if m.device.type == "cuda" else CPU) if pace is None else pace
         made = frozenset(skip)
         # Question by question, so that a prompt is consumed once and its cache can go; the longest
         # first, since the last generations to begin are waited for by idle rows.
         self._order = question_order([len(question.tokens) for question in questions])
+        self._turn_of = {q: turn for turn, q in enumerate(self._order)}
+        # by question, those that are consumed with it: the same ones whatever is skipped
+        self._near = {
+            q: near
+            for _, alike in groupby(self._order, key=lambda q: len(questions[q].tokens))
+            for near in _cut(list(alike), self.pace.together)
+            for q in near
+        }
         self.jobs = [
             job
             for q in self._order
@@ -192,7 +233,7 @@ class GenerationRun:
             policies,
             rows=rows,
             # rows go on until the next look
-            capacity=longest + budget + self._look_every,
+            capacity=longest + budget + self.pace.steps,
             seed=seed,
             places=[self._places] * len(policies),
         )
@@ -207,28 +248,33 @@ class GenerationRun:
         self._going: dict[int, Job] = {}
         self._prompts: dict[int, tuple[Prompt, int]] = {}
         self._tokens: dict[int, int] = {}
-        self.seconds = {"prompts": 0.0, "starts": 0.0, "steps": 0.0, "reads": 0.0}
+        self._look: Reading | None = None
+        self._begun = 0
+        self.seconds = dict.fromkeys(("prompts", "starts", "steps", "reads", "caller"), 0.0)
 
     def run(self, on_step: Callable[[], None] | None = None) -> Iterator[Generation]:
         """Yield generations as they finish.
 
         Args:
-            on_step: called between looks at the rows (on a CPU every step), once the generations
-                that ended have been consumed: the state can be saved there.
+            on_step: called after every bout of steps was started (on a CPU: every step), once the
+                generations that ended before it have been consumed: the state can be saved there.
         """
         while self._going or self._queue:
+            with self._clock("steps"):
+                progress, diverged = self._looked()
             with self._clock("starts", less="prompts"):
-                ended = self._fill()
-            if self._going:
-                with self._clock("steps"):
-                    for _ in range(self._look_every):
-                        self._sampler.choose(self._decoder.step(self._sampler.pending))
-                        self.steps += 1
-                with self._clock("reads"):
-                    ended += self._collect(sorted(self._going))
-            yield from ended
-            if on_step is not None:
-                on_step()
+                ended = self._collect(progress)
+                self._fill([row for row, _ in ended.jobs])
+            with self._clock("steps"):
+                self._take_steps()
+            with self._clock("prompts"):
+                self._consume_ahead()
+            with self._clock("reads"):
+                found = ended.generations(diverged)
+            with self._clock("caller"):
+                yield from found
+                if on_step is not None:
+                    on_step()
 
     @property
     def under_way(self) -> list[tuple[Job, int]]:
@@ -237,11 +283,9 @@ class GenerationRun:
 
     @contextmanager
     def _clock(self, part: str, *, less: str = "") -> Iterator[None]:
-        """Count the seconds of a part, what it starts on the device included."""
+        """Count the host's seconds of a part, those of another inside it left out."""
         inner, begun = self.seconds.get(less, 0.0), time.monotonic()
         yield
-        if self.m.device.type == "cuda":
-            torch.cuda.synchronize(self.m.device)
         inside = self.seconds.get(less, 0.0) - inner
         self.seconds[part] += time.monotonic() - begun - inside
 
@@ -278,21 +322,48 @@ class GenerationRun:
         self.steps = int(named["steps"])
         rows, jobs = named["rows"].tolist(), named["jobs"].tolist()
         self._going = {row: Job(*job) for row, job in zip(rows, jobs, strict=True)}
+        self._look = None
         self._decoder.load_state_dict(under("decoder."))
         self._sampler.load_state_dict(under("sampler."))
 
-    def _fill(self) -> list[Generation]:
-        """Give free rows the next jobs; return those that end with their very first token."""
-        ended: list[Generation] = []
-        while begun := self._next_jobs():
-            for group in self._by_prompt(begun):
-                self._begin(*group)
-            self._going |= begun
-            short = self._collect(list(begun))
-            ended += short
-            if not short:
-                break
-        return ended
+    def _looked(self) -> tuple[Tensor, Tensor]:
+        """Progress of the rows and where they diverged, after the last bout; waits for it."""
+        look = self._look or self._start_looking()
+        progress, diverged = look.get()
+        return progress, diverged
+
+    def _start_looking(self) -> Reading:
+        return Reading(self._sampler.progress, self._decoder.diverged_at)
+
+    def _take_steps(self) -> None:
+        """Start a bout of steps, and a look at the rows behind it."""
+        if not self._going:
+            return
+        for _ in range(self.pace.steps):
+            self._sampler.choose(self._decoder.step(self._sampler.pending))
+            self.steps += 1
+        self._look = self._start_looking()
+
+    def _collect(self, progress: Tensor) -> _Ended:
+        """Take the rows that have ended out; what they wrote is on its way."""
+        status, counts, _ = progress.tolist()
+        ended = [row for row in sorted(self._going) if status[row] not in (FREE, GOING)]
+        jobs = [(row, self._going.pop(row)) for row in ended]
+        self._tokens = {row: counts[row] for row in self._going}
+        return _Ended(jobs, self._sampler.written(ended, progress) if ended else list)
+
+    def _fill(self, ended: Sequence[int]) -> None:
+        """Give free rows the next jobs; let those that ended go where there are none."""
+        begun = self._next_jobs()
+        by_question = groupby(begun.items(), key=lambda taken: taken[1].question)
+        for some in _cut([list(taken) for _, taken in by_question], STARTED_TOGETHER):
+            self._begin([taken for question in some for taken in question])
+        self._going |= begun
+        self._begun = len(begun)
+        idle = [row for row in ended if row not in begun]
+        if idle:
+            self._sampler.free(idle)
+            self._decoder.stop(idle)
 
     def _next_jobs(self) -> dict[int, Job]:
         """Free rows with the jobs that they take; a job whose policy has no place left waits."""
@@ -315,84 +386,83 @@ class GenerationRun:
         self._queue.extendleft(reversed(waiting))
         return begun
 
-    def _by_prompt(
-        self, begun: Mapping[int, Job]
-    ) -> list[tuple[Prompt, list[int], list[Job], list[int]]]:
-        """Rows and jobs by the forward that consumed their prompts, and their places in it."""
-        groups: dict[int, tuple[Prompt, list[int], list[Job], list[int]]] = {}
-        for row, job in begun.items():
-            prompt, place = self._prompt(job.question)
-            _, rows, jobs, of = groups.setdefault(id(prompt), (prompt, [], [], []))
-            rows.append(row)
-            jobs.append(job)
-            of.append(place)
-        return list(groups.values())
-
-    def _begin(self, prompt: Prompt, rows: list[int], jobs: list[Job], of: list[int]) -> None:
-        """Start rows behind a prompt and choose their first tokens."""
-        questions = [self.questions[job.question] for job in jobs]
+    def _begin(self, begun: Sequence[tuple[int, Job]]) -> None:
+        """Start rows behind their prompts and choose their first tokens."""
+        rows, jobs = [row for row, _ in begun], [job for _, job in begun]
+        asked = list(dict.fromkeys(job.question for job in jobs))
+        prompt = gathered([self._prompt(question) for question in asked])
+        of = [asked.index(job.question) for job in jobs]
+        ids = [self.questions[job.question].id for job in jobs]
         self._decoder.start(
             rows,
             prompt,
             of=of,
             policies=[self._policy[job.arm] for job in jobs],
-            streams=[
-                stream_id(q.id, job.repetition) for q, job in zip(questions, jobs, strict=True)
-            ],
+            streams=[stream_id(q, job.repetition) for q, job in zip(ids, jobs, strict=True)],
         )
         self._sampler.begin(
             rows,
             seeds=[self.arms[job.arm].seed for job in jobs],
-            questions=[q.id for q in questions],
+            questions=ids,
             repetitions=[job.repetition for job in jobs],
         )
         with torch.inference_mode():
             logits = prompt.logits.new_zeros((self.rows, prompt.logits.shape[1]))
-            logits[rows] = prompt.logits[of]
+            into, which = on_device([rows, of], self.m.device)
+            logits[into] = prompt.logits[which]
         self._sampler.choose(logits, rows)
-
-    def _collect(self, rows: list[int]) -> list[Generation]:
-        """Take what has ended out of these rows."""
-        done = self._sampler.ended(rows)
-        found = []
-        diverged = self._decoder.diverged_at.tolist() if done else []
-        for row, written in zip(done, self._sampler.written(done), strict=True):
-            # a row that was cut has not fed its last token; rows go on until they are looked at
-            fed = len(written.tokens) - (written.end == row_sampler.CUT)
-            found.append(
-                Generation(
-                    job=self._going.pop(row),
-                    tokens=written.tokens,
-                    margins=written.margins,
-                    finish=_FINISH[written.end],
-                    stop_id=written.stop_id,
-                    diverged_at=diverged[row] if diverged[row] <= fed else -1,
-                )
-            )
-        if done:
-            self._sampler.free(done)
-            self._decoder.stop(done)
-        counts = self._sampler.count.tolist()
-        self._tokens = {row: counts[row] for row in self._going}
-        return found
 
     def _prompt(self, index: int) -> tuple[Prompt, int]:
         """Consume a question's prompt: it, and its place among those consumed with it."""
         if index not in self._prompts:
-            first = self._order.index(index)
-            length = len(self.questions[index].tokens)
-            near = [
-                q
-                for q in self._order[first : first + self._together]
-                if len(self.questions[q].tokens) == length
-            ]
+            near = self._near[index]
             with self._clock("prompts"):
                 prompt = prefill(self.m, torch.stack([self.questions[q].tokens for q in near]))
-            # jobs come question by question: those before this one can go
-            ahead = set(self._order[first:])
-            self._prompts = {q: p for q, p in self._prompts.items() if q in ahead}
             self._prompts |= {q: (prompt, i) for i, q in enumerate(near)}
         return self._prompts[index]
+
+    def _consume_ahead(self) -> None:
+        """Consume the prompts of the next jobs; drop those that no job needs any more."""
+        # jobs come question by question: those before the next one's can go
+        turn = self._turn_of[self._queue[0].question] if self._queue else len(self._order)
+        self._prompts = {q: p for q, p in self._prompts.items() if self._turn_of[q] >= turn}
+        if self.pace.ahead:
+            for job in islice(self._queue, max(self.rows // 8, 2 * self._begun)):
+                self._prompt(job.question)
+
+
+class _Ended(NamedTuple):
+    """Rows that have ended, with their jobs, and what they wrote once it is asked for."""
+
+    jobs: list[tuple[int, Job]]
+    written: Callable[[], list[Written]]
+
+    def generations(self, diverged: Tensor) -> list[Generation]:
+        """Wait for what they wrote.
+
+        Args:
+            diverged: [rows] on the host, of the decoder, when they had ended.
+        """
+        found = []
+        for (row, job), written in zip(self.jobs, self.written(), strict=True):
+            # a row that was cut has not fed its last token; rows go on until they are looked at
+            fed = len(written.tokens) - (written.end == row_sampler.CUT)
+            at = int(diverged[row])
+            found.append(
+                Generation(
+                    job=job,
+                    tokens=written.tokens,
+                    margins=written.margins,
+                    finish=_FINISH[written.end],
+                    stop_id=written.stop_id,
+                    diverged_at=at if at <= fed else -1,
+                )
+            )
+        return found
+
+
+def _cut(values: list[_T], most: int) -> Iterator[list[_T]]:
+    return (values[i : i + most] for i in range(0, len(values), most))
 
 
 def _places(m: LoadedModel, policies: int, rows: int) -> int:

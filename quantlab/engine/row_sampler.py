@@ -9,7 +9,7 @@ writes does not depend on the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantlab import dispatch
 from quantlab.engine.sampling import Sampling, choose, scores
+from quantlab.engine.transfer import Reading, on_device
 
 # What a row is doing.
 FREE, GOING, STOPPED, CUT, BROKEN = range(5)
@@ -60,19 +61,18 @@ class RowSampler:
         device: torch.device,
         graphs: bool | None = None,
     ) -> None:
-        def column() -> Tensor:
-            return torch.zeros(rows, dtype=torch.int64, device=device)
-
         self.rows, self.budget, self.sampling = rows, budget, sampling
         self.graphs = device.type == "cuda" if graphs is None else graphs
         self._device = device
         self._noise = dispatch.sampling_noise(device)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
         self._row = torch.arange(rows, device=device)
-        self.pending, self.count, self.status = column(), column(), column()
-        self._stop_id = column()
+        # set together when a row begins; an even width keeps every column aligned
+        self._columns = torch.zeros((7, rows + rows % 2), dtype=torch.int64, device=device)
+        columns = self._columns[:, :rows]
+        self.status, self.count, self._stop_id, self.pending = columns[:4]
         # keys of the noise; the seed as the bit pattern of a signed number
-        self._seed, self._question, self._repetition = column(), column(), column()
+        self._seed, self._question, self._repetition = columns[4:]
         self._tokens = torch.zeros((rows, budget), dtype=torch.int32, device=device)
         # a stop token has a margin too
         self._margins = torch.zeros((rows, budget + 1), dtype=torch.float64, device=device)
@@ -101,14 +101,11 @@ class RowSampler:
             questions: by row, id of its question.
             repetitions: by row.
         """
-        at = self._index(rows)
         signed = [s - (1 << 64) if s >= 1 << 63 else s for s in seeds]
-        self._seed[at] = self._index(signed)
-        self._question[at] = self._index(questions)
-        self._repetition[at] = self._index(repetitions)
-        self.count[at] = 0
-        self.pending[at] = 0
-        self.status[at] = GOING
+        none = [0] * len(rows)
+        begun = [[GOING] * len(rows), none, none, none, signed, list(questions), list(repetitions)]
+        at, *values = on_device([list(rows), *begun], self._device)
+        self._columns[:, at] = torch.stack(values)
         if self._seen is not None:
             self._seen[at] = False
 
@@ -145,29 +142,40 @@ class RowSampler:
             self._choose()
             self._warm = True
 
-    def ended(self, rows: Sequence[int]) -> list[int]:
-        """Say which of these rows have ended; waits for the device."""
-        status = self.status.tolist()
-        return [row for row in rows if status[row] not in (FREE, GOING)]
+    @property
+    def progress(self) -> Tensor:
+        """[3, rows] int64: status, count and stop id; of the latest choice, when it is made."""
+        return self._columns[:3, : self.rows]
 
-    def written(self, rows: Sequence[int]) -> list[Written]:
-        """Read what rows have written, ended or not."""
-        if not rows:
-            return []
+    @torch.inference_mode()
+    def written(self, rows: Sequence[int], progress: Tensor) -> Callable[[], list[Written]]:
+        """Begin to read what rows have written, ended or not.
+
+        Args:
+            rows: which.
+            progress: as it was read on the host, where the rows had written all of it.
+
+        Returns:
+            A function that waits for it and returns it; rows may be given away before.
+        """
+        status, count, stop_ids = progress[:, list(rows)].tolist()
         at = self._index(rows)
-        count, status, stop = (x[at].tolist() for x in (self.count, self.status, self._stop_id))
         most = max(count)
-        tokens = self._tokens[at, :most].cpu()
-        margins = self._margins[at, : most + 1].cpu()
-        return [
-            Written(
-                tokens=tokens[i, :n].tolist(),
-                margins=margins[i, : n + (end == STOPPED)].tolist(),
-                stop_id=stop_id if end == STOPPED else None,
-                end=end,
-            )
-            for i, (n, end, stop_id) in enumerate(zip(count, status, stop, strict=True))
-        ]
+        reading = Reading(self._tokens[at, :most], self._margins[at, : most + 1])
+
+        def get() -> list[Written]:
+            tokens, margins = reading.get()
+            return [
+                Written(
+                    tokens=tokens[i, :n].tolist(),
+                    margins=margins[i, : n + (end == STOPPED)].tolist(),
+                    stop_id=stop_id if end == STOPPED else None,
+                    end=end,
+                )
+                for i, (n, end, stop_id) in enumerate(zip(count, status, stop_ids, strict=True))
+            ]
+
+        return get
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that later choices depend on; copies."""
@@ -231,4 +239,4 @@ class RowSampler:
         return graph
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        return on_device(list(values), self._device)

@@ -52,11 +52,13 @@ class RowwiseStates:
         rows: Sequence[int],
         states: Sequence[Tensor],
         *,
+        of: Sequence[int],
         policies: Sequence[int],
         streams: Sequence[int],
     ) -> None:
         """Store unrounded states, by layer [n, H, dv, dk], as flush 0 of these rows."""
-        for i, (row, policy, stream) in enumerate(zip(rows, policies, streams, strict=True)):
+        self.stop(rows)
+        for row, i, policy, stream in zip(rows, of, policies, streams, strict=True):
             group = self._group[policy]
             self._of_row[row] = group
             for caches, state in zip(self._layers, states, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from quantlab.engine import TeacherForcing, fixed_cache
 from quantlab.engine.decoder import Decoder, prefill
+from quantlab.engine.prompt import gathered
 from quantlab.replay import parse_policy
 from tests.models.tiny import VOCAB, tiny
 
@@ -85,6 +86,26 @@ def test_a_replaced_row_is_a_fresh_one(monkeypatch):
     with pytest.raises(ValueError, match=r"rows \[0, 1\] are full: they hold 26 tokens"):
         for t in range(15):
             decoder.step(ids[:2, t])
+
+
+def test_rows_behind_prompts_of_several_lengths_begin_together():
+    m = tiny("nemotron_h", **SMALL["nemotron_h"])
+    policy = parse_policy("shared:nvfp4-sr L=4")
+    ids = tokens(3, 30)
+    prompts = [prefill(m, ids[:2, :PROMPT]), prefill(m, ids[2:, :12])]
+    found = []
+    for together in (False, True):
+        decoder = Decoder(m, [policy], rows=3, capacity=40, seed=5)
+        places = [(prompts[0], 1), (prompts[1], 0), (prompts[0], 1)]
+        given = [(gathered(places), [0, 1, 2], [0, 1, 2])] if together else [
+            (prompt, [row], [i]) for row, (prompt, i) in enumerate(places)
+        ]  # fmt: skip
+        for prompt, rows, of in given:
+            streams = [8 + row for row in rows]
+            decoder.start(rows, prompt, of=of, policies=[0] * len(rows), streams=streams)
+        assert decoder.lengths.tolist() == [PROMPT, 12, PROMPT]
+        found.append(decoded(decoder, ids, 9, start=12))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

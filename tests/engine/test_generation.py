@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quantlab.engine import TeacherForcing
+from quantlab.engine import TeacherForcing, generation
 from quantlab.engine.generation import (
     BROKEN,
     BUDGET,
@@ -14,6 +14,7 @@ from quantlab.engine.generation import (
     Generation,
     GenerationRun,
     Job,
+    Pace,
     Question,
     first_divergence,
 )
@@ -153,6 +154,55 @@ def test_a_run_cut_anywhere_goes_on(at):
     assert before | after == whole
     # and without a saved state: what is unfinished is made again
     assert before | generate(m, repetitions=2, rows=4, skip=list(before)) == whole
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+def test_the_hosts_pace_changes_no_answer(steps, monkeypatch):
+    """Rows replaced steps later, prompts consumed ahead: every bit the same; also if cut."""
+    monkeypatch.setattr(generation, "STARTED_TOGETHER", 2)
+    m = tiny("qwen3_5")
+    settings = {"repetitions": 1, "rows": 4, "sampling": Sampling(presence_penalty=0.5)}
+    whole = generate(m, **settings)
+    pace = Pace(steps=steps, together=1, ahead=True)
+    assert generate(m, pace=pace, **settings) == whole
+    saved, before = {}, {}
+
+    def save(run):
+        saved.setdefault(run.steps // steps, run.state_dict())
+
+    run = GenerationRun(
+        m, arms=[Arm(policy=FP32, seed=1), Arm(policy=NVFP4, seed=1)], questions=questions(),
+        budget=BUDGET_TOKENS, stop_ids=[7, 8], seed=5, pace=pace, **settings,
+    )  # fmt: skip
+    for g in run.run(lambda: save(run)):
+        before.setdefault(run.steps // steps, {})[g.job] = g
+    for at in (1, max(saved) - 1):
+        after = generate(m, state=saved[at], pace=pace, **settings)
+        first = {job: g for bout, some in before.items() if bout <= at for job, g in some.items()}
+        assert not first.keys() & after.keys()
+        assert first | after == whole
+
+
+def test_prompts_of_one_length_are_consumed_together_and_once(monkeypatch):
+    m = tiny("qwen3_5", dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    asked = [
+        Question(id=i, tokens=torch.randint(VOCAB, (4 + i % 2,), generator=generator))
+        for i in range(10)
+    ]
+    settings = {"questions": asked, "rows": 4}
+    alone = generate(m, **settings)
+    sizes = []
+    prefill = generation.prefill
+    monkeypatch.setattr(
+        generation, "prefill", lambda m, ids: sizes.append(tuple(ids.shape)) or prefill(m, ids)
+    )
+    together = generate(m, pace=Pace(steps=3, together=3, ahead=True), **settings)
+    assert sizes == [(3, 5), (2, 5), (3, 4), (2, 4)]
+    # products of another shape: sums in another order
+    for job, g in alone.items():
+        assert together[job].tokens == g.tokens
+        assert together[job].margins == pytest.approx(g.margins, abs=1e-9)
 
 
 def test_fp32_against_itself():

@@ -252,7 +252,7 @@ def test_a_killed_run_ends_with_the_same_rows(tmp_path, model, whole, seconds):
     for file in ("rows.parquet", "outputs.parquet"):
         assert (out / file).read_bytes() == (whole.path / file).read_bytes()
     parts = again.run["sessions"][-1]["seconds_by_part"]
-    assert set(parts) == {"prompts", "starts", "steps", "reads"} and parts["steps"] > 0
+    assert set(parts) == {"prompts", "starts", "steps", "reads", "caller"} and parts["steps"] > 0
     assert again.run["state"] == "finished" and len(again.run["sessions"]) == 3
     assert not (out / "parts").exists()
     # the same spec again computes nothing, another is refused
