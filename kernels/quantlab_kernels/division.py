@@ -67,7 +67,8 @@ def divisor(d):
         r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
         r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
         r = tl.where(scaled < 2.0, tl.maximum(r, LEAST_RECIPROCAL), r)
-        return shift, scaled, tl.where(d == 0.0, 0.0, r)
+        # by zero: the shift must be 0 too, or 2**127 x is inf and its quotient NaN
+        return tl.where(d == 0.0, 0.0, shift), scaled, tl.where(d == 0.0, 0.0, r)
 
 
 @triton.jit

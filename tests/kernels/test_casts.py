@@ -97,6 +97,15 @@ def test_specials_and_zeros(name: str) -> None:
     check(cast(x, name), want, name)
 
 
+def test_blocks_whose_scale_underflows_are_zero() -> None:
+    # beside 1e12 a block of fives has a scale below the least E4M3; 2**127 times five is inf
+    x = torch.full((1, 1, 4, 32), 5.0)
+    x[..., :16] = 1e12
+    got, want = cast(x, "nvfp4"), expected(x, "nvfp4")
+    check(got, want, "underflow")
+    assert int(got.codes.view(torch.uint8)[..., 8:].sum()) == 0
+
+
 def all_codes(name: str) -> StoredStates:
     """Every code of an element type, NaN and codes that no cast writes included."""
     fmt = parse_format(name)
