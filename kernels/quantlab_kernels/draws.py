@@ -153,25 +153,24 @@ def lane_order(x):
 
 
 @triton.jit
-def lane_words(after, first_element, draw, QUADS: tl.constexpr):
+def lane_words(after, firsts, draw, QUADS: tl.constexpr):
     """Draw what `tile_words` does, columns in the order of `lane_channels`.
 
     Args:
         after: [V, K] FP32 in the layout of what is to be rounded: a lane draws the words of its own
             elements, and not before this is there.
-        first_element: of the tile.
-        draw: seed, layer_copy, stream, flush and dk as for `tile_words`.
-        QUADS: dk, and so first_element, is a multiple of four.
+        firsts: int32 [V], the first element of each row.
+        draw: seed, layer_copy, stream and flush as for `tile_words`.
+        QUADS: dk, and so all of firsts, are multiples of four.
 
     Returns:
         [V, K] uint32.
     """
-    seed, layer_copy, stream, flush, dk = draw
+    seed, layer_copy, stream, flush = draw
     V: tl.constexpr = after.shape[0]
     K: tl.constexpr = after.shape[1]
-    row = tl.arange(0, V)[:, None]
     if QUADS:
-        quad = first_element // 4 + row * (dk // 4) + tl.arange(0, K // 4)[None, :]
+        quad = (firsts // 4)[:, None] + tl.arange(0, K // 4)[None, :]
         if not INTERPRETED:
             # the sign of a square: 0, which a compiler cannot know, in the layout of a lane's quads
             # (of NaN it may be another; what is not finite needs no draws)
@@ -190,5 +189,5 @@ def lane_words(after, first_element, draw, QUADS: tl.constexpr):
         words = tl.reshape(words, [V, K // 16, 4, 2, 2])
         return tl.reshape(tl.trans(words, 0, 1, 4, 2, 3), [V, K])
     else:
-        element = first_element + row * dk + lane_channels(K)[None, :]
+        element = firsts[:, None] + lane_channels(K)[None, :]
         return single_words(seed, layer_copy, stream, flush, element)

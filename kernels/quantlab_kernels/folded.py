@@ -1,20 +1,19 @@
-"""A folded state stored and read back as the next window's products take it.
+"""A folded state stored, and held as the next window's products take it.
 
-The state of one head lies in parts of its rows (PARTS tiles [V, BLOCK_K], columns in the order of
-`draws.lane_channels`). Beside the values of the format, kept in FP32, come operands: numbers with
-few significant bits, exact as BF16 parts, that are the values but for a factor per row. NVFP4:
-element times block scale, the factor is the state scale; FP8 and integers: the element, the factor
-is its block's scale; FP16: the value, in two parts; FP32: in three.
+The state of one head lies in parts of its rows, tiles of lane rows (cuts.py), columns in the order
+of `draws.lane_channels`. What stays on chip are the operands of held.py; values are written where
+a segment ends.
 
-Rounding points: those of stores.py. The values are bit for bit what `store_and_load` gives; an
-NVFP4 operand times its factor may differ from its value by the rounding of that product.
+Rounding points: those of stores.py. The values are bit for bit what `store_and_load` gives.
 """
 
 import triton
 import triton.language as tl
 
-from quantlab_kernels.draws import lane_words
-from quantlab_kernels.parts import split_parts
+from quantlab_kernels.cuts import most_of_rows, to_lane_rows
+from quantlab_kernels.draws import lane_channels, lane_words
+from quantlab_kernels.held import held_as_type
+from quantlab_kernels.parts import settled
 from quantlab_kernels.rounding import (
     BF16_TO_INF_BITS,
     FP16_TO_INF_BITS,
@@ -34,12 +33,16 @@ from quantlab_kernels.stores import (
 
 
 @triton.jit
-def sizes_of(x, FORMAT: tl.constexpr):
+def sizes_of(x, FORMAT: tl.constexpr, CUTS: tl.constexpr):
     """Find the bits of the largest magnitudes: of scale blocks, of rows where there are none."""
     if FORMAT == "fp32" or FORMAT == "fp16" or FORMAT == "bf16":
         return tl.max(abs_bits(x), axis=1)
-    else:
+    elif FORMAT == "nvfp4":
         return tl.max(abs_bits(state_blocks(x, FORMAT)), axis=1)
+    else:
+        # a block is a row, or with one cut a part of it
+        sizes = tl.max(abs_bits(state_blocks(x, FORMAT)), axis=1)
+        return to_lane_rows(most_of_rows(sizes, CUTS), CUTS)
 
 
 @triton.jit
@@ -90,7 +93,7 @@ def _store_columns(
     after,
     sizes,
     scale,
-    first_element,
+    firsts,
     draw,
     FORMAT: tl.constexpr,
     SR: tl.constexpr,
@@ -100,15 +103,15 @@ def _store_columns(
     """Round some columns of a part: values, and what operands are made of."""
     words = x
     if SR:
-        words = lane_words(after, first_element, draw, QUADS)
+        words = lane_words(after, firsts, draw, QUADS)
     if FORMAT == "fp32":
-        return x, x
+        return x, 1.0, x
     elif FORMAT == "fp16":
         y = round_fp16(x, words, SR)
-        return y, y
+        return y, 1.0, y
     elif FORMAT == "bf16":
         y = round_bf16(x, words, SR)
-        return y, y
+        return y, 1.0, y
     else:
         blocks = state_blocks(x, FORMAT)
         if SR:
@@ -117,13 +120,21 @@ def _store_columns(
         e = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
         if not (FORMAT == "fp8" or FORMAT == "nvfp4"):
             e += 0.0  # no minus zero
-        y = tl.reshape(e * used[:, None], x.shape)
+        e = tl.reshape(e, x.shape)
+        BLOCKS: tl.constexpr = blocks.shape[0] // x.shape[0]
+        used = _of_columns(used, x.shape[0], BLOCKS, x.shape[1])
         if FORMAT == "nvfp4":
-            return y, tl.reshape(e * stored[:, None], x.shape)
+            return e, used, e * _of_columns(stored, x.shape[0], BLOCKS, x.shape[1])
         elif BY_ROW:
-            return y, tl.reshape(e, x.shape)
+            return e, used, e
         else:
-            return y, y
+            return e, used, e * used
+
+
+@triton.jit
+def _of_columns(x, V: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr):
+    """Spread numbers of the blocks of a tile over its columns."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [V * BLOCKS, K // BLOCKS]), [V, K])
 
 
 @triton.jit
@@ -163,33 +174,44 @@ def store_part(
     x,
     sizes,
     scale,
+    rows,
     first_element,
     draw,
     applies,
+    last,
+    ptr,
+    dv,
+    dk,
     FORMAT: tl.constexpr,
     SR: tl.constexpr,
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Round a part of a state to FORMAT.
 
     It goes a few columns at a time, so that only their draws and steps on the way take registers.
 
     Args:
-        x: [V, BLOCK_K] FP32, zero outside the state.
+        x: [V, K] FP32, zero outside the state.
         sizes: of this part, see `sizes_of`.
         scale: of the state, see `whole_scale`.
-        first_element: of this part.
-        draw: seed, layer + 2**24 * copy, stream, flush, dk: see `draws.tile_words`.
+        rows: the row of the state and the first column of each lane row, see `cuts.lane_rows`.
+        first_element: of the state.
+        draw: seed, layer + 2**24 * copy, stream, flush: see `draws.tile_words`.
         applies: whether the head is stored in FORMAT, else in FP32; looked at if PARTIAL.
+        last: whether values are wanted: they are written only then.
+        ptr: of the state's values.
+        dv: rows of the state.
+        dk: its columns.
         FORMAT: "fp32", "fp16", "bf16", "fp8", "nvfp4", "int8", "int6" or "int4".
         SR: stochastic rounding.
         QUADS: dk is a multiple of four.
         PARTIAL: some heads are not.
+        HELD: see `held.held_as`.
 
     Returns:
-        values [V, BLOCK_K] FP32, their operands (a tuple of BF16 parts), and the operands' factor,
-        a scalar or [V, 1].
+        operands [V, K] and their factor, a number or [V, 1].
     """
     V: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
@@ -199,22 +221,38 @@ def store_part(
     BY_ROW: tl.constexpr = SCALED and FORMAT != "nvfp4" and sizes.shape[1] == 1
     tiles = _apart(x, PIECES)
     tile_sizes = _apart(sizes, PIECES)
-    values = ()
     operands = ()
     after = tiles[0]
+    row, start = rows
+    firsts = first_element + row * dk + start
     for p in tl.static_range(PIECES):
-        first = first_element + p * (K // PIECES)
-        y, operand = _store_columns(
-            tiles[p], after, tile_sizes[p], scale, first, draw, FORMAT, SR, QUADS, BY_ROW
+        column = p * (K // PIECES)
+        e, used, operand = _store_columns(
+            tiles[p],
+            after,
+            tile_sizes[p],
+            scale,
+            firsts + column,
+            draw,
+            FORMAT,
+            SR,
+            QUADS,
+            BY_ROW,
         )
-        after = y
         if PARTIAL:
-            y = tl.where(applies, y, tiles[p])
             operand = tl.where(applies, operand, tiles[p])
-        values = values + (y,)  # noqa: RUF005
-        operands = operands + (operand,)  # noqa: RUF005
-    y = _together(values)
-    operand = _together(operands)
+        after = operand
+        operands = operands + (settled(held_as_type(operand, HELD)),)  # noqa: RUF005
+        if last:
+            y = e * used
+            if PARTIAL:
+                y = tl.where(applies, y, tiles[p])
+            # addresses of a store that happens once are not kept for the whole walk
+            width = settled(dk)
+            channel = column + start[:, None] + lane_channels(K // PIECES)[None, :]
+            mask = (row < settled(dv))[:, None] & (channel < width)
+            tl.store(ptr + row[:, None] * width + channel, y, mask=mask)
+    held = _together(operands)
     factor = 1.0
     if BY_ROW:
         _, used = block_scales(tl.reshape(sizes, [V]), scale, FORMAT)
@@ -222,11 +260,5 @@ def store_part(
     elif FORMAT == "nvfp4":
         factor = scale
     if PARTIAL:
-        # further parts of what has fewer are 0, and so are their products
-        return y, split_parts(operand, 3), tl.where(applies, factor, 1.0)
-    elif FORMAT == "fp32" or (SCALED and not (BY_ROW or FORMAT == "nvfp4")):
-        return y, split_parts(operand, 3), factor
-    elif FORMAT == "fp16":
-        return y, split_parts(operand, 2), factor
-    else:
-        return y, split_parts(operand, 1), factor
+        factor = tl.where(applies, factor, 1.0)
+    return held, factor

@@ -3,8 +3,8 @@
     S_t = S_{t-1} decay_t + u_t k_t^T,  o_t = S_t q_t,
     u_t = v_t, or beta_t (v_t - decay_t S_{t-1} k_t) with a delta rule
 
-One program walks a whole segment for one (row, head) with its state on chip; decay is one number
-per head or one per key channel (PER_CHANNEL), corrections exist or not (DELTA).
+One program walks a whole segment for one (row, head) with its state on chip, held as held.py says;
+decay is one number per head or one per key channel (PER_CHANNEL), corrections exist or not (DELTA).
 
 Rounding points, in the order they happen in a window, the same as in `quantlab.replay.scan`:
 1. Steps 1..L-1 read the read copy. A step uses its own k, v, u unrounded; later steps its record
@@ -16,12 +16,13 @@ Rounding points, in the order they happen in a window, the same as in `quantlab.
 An open last window (T not a multiple of L) gives outputs and leaves the state as it was.
 
 Precision: products are exact but for the order of FP32 additions (parts.py), from what was stored
-where that has few bits (folded.py). A segment begins with values instead: cutting it elsewhere
-moves last bits, which may flip a code at a boundary, and no draw.
-Bytes: per token and head q, v, o once, k twice, and the coefficients of coefficients.py; the state
+where that has few bits (held.py). However a sequence is cut into segments, the bits are the same.
+Bytes: per token and head q, k, v, o once and the coefficients of coefficients.py; the state
 moves once a segment. The floor is arithmetic: at 128 x 128 and 1.76 GHz a multiprocessor has 18,000
 clocks a window for three times flash-linear-attention's chunk forward, and issues four instructions
-of 32 lanes a clock: 140 an element of the state, of which a stochastic store takes some 50.
+of 32 lanes a clock: 140 an element of the state, of which a stochastic store takes some 50. What it
+takes in fact is latency: four warps a scheduler hide what two do not, so the columns of a row are
+shared by two warps (cuts.py) and a lane has 32 elements of the state.
 Not covered: L = 1 (conventional.py), exact FP64 records, formats whose block spans state rows.
 """
 
@@ -36,21 +37,28 @@ from quantlab.recurrence import OpInputs
 from quantlab.replay.policy import Policy
 from quantlab.replay.records import RecordTypes
 from quantlab_kernels.coefficients import window_coefficients
-from quantlab_kernels.draws import COPY_STRIDE, lane_channels, lane_order
+from quantlab_kernels.copies import Copy, part_lane_rows, part_rows, row_parts
+from quantlab_kernels.cuts import (
+    columns_to_lane_rows,
+    cut_columns,
+    parts_to_lane_rows,
+    sum_of_rows,
+)
+from quantlab_kernels.draws import COPY_STRIDE, lane_order
 from quantlab_kernels.folded import rows_overflow, sizes_of, store_part, whole_scale
-from quantlab_kernels.parts import dot_parts, split_parts
+from quantlab_kernels.held import held_as, held_parts, load_copy, of_rows, store_factor
+from quantlab_kernels.parts import dot_parts, split_parts, spread_parts
 from quantlab_kernels.rounding import round_record
 from quantlab_kernels.scan_window import (
     copy_product,
+    decayed_parts,
     flush_keys,
+    key_parts,
+    key_products,
     load_decays,
-    load_parts,
     load_square,
     load_steps,
     load_total,
-    loaded_products,
-    operands_of_window,
-    part_rows,
 )
 from quantlab_kernels.stores import signed_seed, store_kind, tile_shape
 from quantlab_kernels.substitution import substitute
@@ -81,7 +89,9 @@ def windowed_scan_kernel(
     couple_ptr,
     solve_ptr,
     recur_ptr,
+    recur_factor_ptr,
     read_ptr,
+    read_factor_ptr,
     out_ptr,
     bad_flush_ptr,
     rows_ptr,
@@ -133,6 +143,11 @@ def windowed_scan_kernel(
     FLUSH: tl.constexpr,
     PARTIAL: tl.constexpr,
     KEY_PARTS: tl.constexpr,
+    READ_HELD: tl.constexpr,
+    READ_FACTORED: tl.constexpr,
+    RECUR_HELD: tl.constexpr,
+    RECUR_FACTORED: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     """One program per (head, row of the group)."""
     head = tl.program_id(0)
@@ -149,11 +164,13 @@ def windowed_scan_kernel(
     SECOND: tl.constexpr = DELTA and (SEPARATE or (ROUNDED and FLUSH == "rederive"))
     REDERIVED: tl.constexpr = SECOND and FLUSH == "rederive"
     PARTS: tl.constexpr = 1 if TAIL_V == 0 else 2
+    U_PARTS: tl.constexpr = (
+        3 if not DELTA or CORRECTION_RECORD == "fp32" else (2 if CORRECTION_RECORD == "fp16" else 1)
+    )
     FLUSH_PARTS: tl.constexpr = 3 if (PER_CHANNEL or KEY_RECORD != "fp32") else KEY_PARTS
 
     step = tl.arange(0, BLOCK_L)
     channel = tl.arange(0, BLOCK_K)
-    lane_channel = lane_channels(BLOCK_K)
     is_last = step == L - 1
 
     unit0 = (group_row.to(tl.int64) * heads + head) * n_windows
@@ -164,67 +181,78 @@ def windowed_scan_kernel(
     beta_ptrs = beta_ptr + row * stride_beta_row + head * stride_beta_head
     out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head
     state_offset = (group_row.to(tl.int64) * heads + head) * dv * dk
-    recur_ptrs = recur_ptr + state_offset + lane_channel[None, :]
-    read_ptrs = read_ptr + state_offset + lane_channel[None, :]
+    row_offset = (group_row.to(tl.int64) * heads + head) * dv
     bad_flush_ptrs = bad_flush_ptr + group_row * heads + head
     bad_flush = tl.load(bad_flush_ptrs)
 
-    # the stored copies, and their products with the first window
-    decay, query_parts, key_parts, flush_parts = operands_of_window(
-        q_ptrs,
-        k_ptrs,
-        from_start_ptr,
-        unit0,
-        0,
-        T,
-        channel,
-        dk,
-        stride_q_t,
-        stride_k_t,
-        L,
-        BLOCK_L,
-        DELTA,
-        PER_CHANNEL,
-        KEY_RECORD,
-        KEY_PARTS,
-        FLUSH_PARTS,
-    )
-    S = load_parts(recur_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
-    kept = S
-    if SEPARATE:
-        kept = load_parts(read_ptrs, dv, dk, lane_channel, PARTS, BLOCK_V, TAIL_V)
-    read_q = loaded_products(kept, query_parts, decay, PER_CHANNEL)
-    read_k = read_q
-    recur_k = read_q
-    if DELTA:
-        read_k = loaded_products(kept, key_parts, decay, PER_CHANNEL)
-    if SECOND:
-        recur_k = loaded_products(S, flush_parts, decay, PER_CHANNEL)
+    # the copies as stored, held as `folded.py` has them
+    recur = ()
+    recur_factor = ()
+    read = ()
+    read_factor = ()
     first_bad = ()
     for p in tl.static_range(PARTS):
-        bad_rows = tl.full([S[p].shape[0]], -1, tl.int32)
-        first_bad = first_bad + (bad_rows,)  # noqa: RUF005 (kernels know no unpacking)
+        rows = part_lane_rows(p, BLOCK_V, TAIL_V, BLOCK_K, CUTS)
+        held, factor = load_copy(
+            recur_ptr + state_offset,
+            recur_factor_ptr + row_offset,
+            rows,
+            dv,
+            dk,
+            applies,
+            RECUR_FORMAT,
+            BLOCK_K // CUTS,
+            RECUR_FACTORED,
+            RECUR_HELD,
+            PARTIAL,
+        )
+        recur = recur + (held,)  # noqa: RUF005 (kernels know no unpacking)
+        recur_factor = recur_factor + (factor,)  # noqa: RUF005
+        if SEPARATE:
+            held, factor = load_copy(
+                read_ptr + state_offset,
+                read_factor_ptr + row_offset,
+                rows,
+                dv,
+                dk,
+                applies,
+                READ_FORMAT,
+                BLOCK_K // CUTS,
+                READ_FACTORED,
+                READ_HELD,
+                PARTIAL,
+            )
+            read = read + (held,)  # noqa: RUF005
+            read_factor = read_factor + (factor,)  # noqa: RUF005
+        bad_rows = tl.full([rows[0].shape[0]], -1, tl.int32)
+        first_bad = first_bad + (bad_rows,)  # noqa: RUF005
 
-    for window in range(0, n_windows):
+    window = 0
+    while window < n_windows:
         t = window * L + step
         live = (step < L) & (t < T)
         unit = unit0 + window
         flush = first_flush + window
+        last = window == T // L - 1
 
-        # outputs and the folded state
+        # what the copies are multiplied by
+        decay = load_decays(from_start_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
+        queries = lane_order(load_steps(q_ptrs, t, live, channel, dk, stride_q_t))
+        query_parts = decayed_parts(queries, decay, KEY_PARTS, PER_CHANNEL)
         keys = lane_order(load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
-        flushed = flush_keys(keys, L, KEY_RECORD)
-        to_end = load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
-        if PER_CHANNEL:
-            fold_parts = split_parts(flushed * to_end, 3)
-        else:
-            fold_parts = split_parts(flushed, FLUSH_PARTS)
-        total = load_total(from_start_ptr, unit, dk, channel, L, BLOCK_L, PER_CHANNEL)
-        weight_parts = split_parts(load_square(weights_ptr, unit, BLOCK_L), 3)
-        own = tl.load(own_ptr + unit * BLOCK_L + step)
         if DELTA:
+            record_parts, rest_parts = key_parts(keys, decay, KEY_RECORD, KEY_PARTS, PER_CHANNEL)
             beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
-            solve_parts = split_parts(load_square(solve_ptr, unit, BLOCK_L), 3)
+            solve_parts = spread_parts(load_square(solve_ptr, unit, BLOCK_L), 3)
+        to_end = load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
+        flushed = flush_keys(keys, L, KEY_RECORD)
+        if PER_CHANNEL:
+            fold_parts = spread_parts(flushed * to_end, 3)
+        else:
+            fold_parts = spread_parts(flushed, FLUSH_PARTS)
+        total = load_total(from_start_ptr, unit, dk, channel, L, BLOCK_L, PER_CHANNEL)
+        weight_parts = spread_parts(load_square(weights_ptr, unit, BLOCK_L), 3)
+        own = tl.load(own_ptr + unit * BLOCK_L + step)
         if SEPARATE:
             # step L reads the state being stored; an open window has none
             t_last = tl.minimum(window * L + L - 1, T - 1)
@@ -234,7 +262,10 @@ def windowed_scan_kernel(
             # the same from the products of the one copy
             w_last = tl.load(weights_ptr + (unit * BLOCK_L + step) * BLOCK_L + L - 1)
             w_last = tl.where(is_last, own, w_last)
+
         folded = ()
+        sizes = ()
+        read_sizes = ()
         for p in tl.static_range(PARTS):
             value = part_rows(p, BLOCK_V, TAIL_V)
             v = tl.trans(load_steps(v_ptrs, t, live, value, dv, stride_v_t))
@@ -244,28 +275,61 @@ def windowed_scan_kernel(
                 v = v * dt[None, :]
                 v_record = v_record * dt[None, :]
 
+            # products of the copies with queries and keys
+            recur_parts = held_parts(recur[p], RECUR_HELD)
+            read_parts = recur_parts
+            factor = of_rows(recur_factor[p], RECUR_FORMAT, RECUR_FACTORED, CUTS)
+            if SEPARATE:
+                flush_factor = factor
+                read_parts = held_parts(read[p], READ_HELD)
+                factor = of_rows(read_factor[p], READ_FORMAT, READ_FACTORED, CUTS)
+            read_q = copy_product(read_parts, factor, query_parts, decay, PER_CHANNEL, CUTS)
+            if DELTA:
+                read_k, recur_k = key_products(
+                    read_parts,
+                    factor,
+                    record_parts,
+                    rest_parts,
+                    decay,
+                    PER_CHANNEL,
+                    CUTS,
+                )
+                if SEPARATE:
+                    last_k, recur_k = key_products(
+                        recur_parts,
+                        flush_factor,
+                        record_parts,
+                        rest_parts,
+                        decay,
+                        PER_CHANNEL,
+                        CUTS,
+                    )
+                else:
+                    last_k = read_k
+                recur_k = tl.where(is_last[None, :], last_k, recur_k)
+
             # corrections of the steps, from the read copy
             none = tl.zeros([value.shape[0], BLOCK_L], dtype=tl.float32)
             if DELTA:
                 if ROUNDED:
-                    target = (v - read_k[p]) * beta[None, :]
+                    target = (v - read_k) * beta[None, :]
                     couple_ptrs = couple_ptr + unit * BLOCK_L * BLOCK_L
                     u, u_record = substitute(target, couple_ptrs, L, BLOCK_L, CORRECTION_RECORD)
                 else:
-                    u = dot_parts(split_parts(v - read_k[p], 3), solve_parts, none)
+                    u = dot_parts(split_parts(v - read_k, 3), solve_parts, none)
                     u_record = u
             else:
                 u = v
                 u_record = v_record
-            o = dot_parts(split_parts(u_record, 3), weight_parts, none) + u * own[None, :]
+            o = dot_parts(split_parts(u_record, U_PARTS), weight_parts, none) + u * own[None, :]
 
             # what is folded: records of tokens 1..L-1, token L as it is
             if REDERIVED:
                 v_flush = tl.where(is_last[None, :], v, v_record)
-                u_flush = dot_parts(split_parts(v_flush - recur_k[p], 3), solve_parts, none)
+                u_flush = dot_parts(split_parts(v_flush - recur_k, 3), solve_parts, none)
             elif SECOND:
                 a_last = tl.load(couple_ptr + (unit * BLOCK_L + step) * BLOCK_L + L - 1)
-                target = (v - recur_k[p]) * beta[None, :]
+                target = (v - recur_k) * beta[None, :]
                 mixed = tl.where(is_last[None, :], target, u_record * -a_last[None, :])
                 u_flush = tl.where(is_last[None, :], tl.sum(mixed, axis=1)[:, None], u_record)
             else:
@@ -274,117 +338,91 @@ def windowed_scan_kernel(
                 u_parts = split_parts(u_flush, 3)
             else:
                 u_parts = split_parts(u_flush * to_end[None, :], 3)
-            new = dot_parts(u_parts, fold_parts, S[p] * total)
+            kept = columns_to_lane_rows(total, value.shape[0], CUTS) if PER_CHANNEL else total
+            before = recur[p].to(tl.float32) * (recur_factor[p] * kept)
+            left = parts_to_lane_rows(u_parts, CUTS)
+            new = dot_parts(left, cut_columns(fold_parts, CUTS), before)
             folded = folded + (new,)  # noqa: RUF005
+            sizes = sizes + (sizes_of(new, RECUR_FORMAT, CUTS),)  # noqa: RUF005
+            if SEPARATE:
+                read_sizes = read_sizes + (sizes_of(new, READ_FORMAT, CUTS),)  # noqa: RUF005
 
             if SEPARATE:
-                o_last = tl.sum(new * q_last, axis=1)
-                o = tl.where(is_last[None, :], o_last[:, None], read_q[p] + o)
+                q_lanes = columns_to_lane_rows(q_last, value.shape[0], CUTS)
+                o_last = sum_of_rows(tl.sum(new * q_lanes, axis=1), CUTS)
+                o = tl.where(is_last[None, :], o_last[:, None], read_q + o)
             elif REDERIVED:
                 o_last = tl.sum(u_flush * w_last[None, :], axis=1)
-                o = read_q[p] + tl.where(is_last[None, :], o_last[:, None], o)
+                o = read_q + tl.where(is_last[None, :], o_last[:, None], o)
             else:
-                o = read_q[p] + o
+                o = read_q + o
             out_mask = live[None, :] & (value < dv)[:, None]
             tl.store(out_ptrs + t[None, :] * stride_out_t + value[:, None], o, mask=out_mask)
 
-        # the next window's queries and keys; past the last one, the last ones again
-        following = tl.minimum(window + 1, n_windows - 1)
-        decay, query_parts, key_parts, flush_parts = operands_of_window(
-            q_ptrs,
-            k_ptrs,
-            from_start_ptr,
-            unit0 + following,
-            following,
-            T,
-            channel,
-            dk,
-            stride_q_t,
-            stride_k_t,
-            L,
-            BLOCK_L,
-            DELTA,
-            PER_CHANNEL,
-            KEY_RECORD,
-            KEY_PARTS,
-            FLUSH_PARTS,
-        )
-
-        # stores, and the products of what was stored with the next window
-        sizes = ()
-        read_sizes = ()
-        for p in tl.static_range(PARTS):
-            sizes = sizes + (sizes_of(folded[p], RECUR_FORMAT),)  # noqa: RUF005
-            if SEPARATE:
-                read_sizes = read_sizes + (sizes_of(folded[p], READ_FORMAT),)  # noqa: RUF005
+        # stores
         scale = whole_scale(sizes, RECUR_FORMAT)
         if SEPARATE:
             read_scale = whole_scale(read_sizes, READ_FORMAT)
-        S = ()
-        read_q = ()
-        read_k = ()
-        recur_k = ()
+        recur = ()
+        recur_factor = ()
+        read = ()
+        read_factor = ()
         bad_before = first_bad
         first_bad = ()
         for p in tl.static_range(PARTS):
-            value = part_rows(p, BLOCK_V, TAIL_V)
-            mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
-            first = first_element + p * BLOCK_V * dk
-            bad = rows_overflow(sizes[p], RECUR_FORMAT, value.shape[0], applies, PARTIAL)
-            if SEPARATE:
-                bad = bad | rows_overflow(
-                    read_sizes[p], READ_FORMAT, value.shape[0], applies, PARTIAL
-                )
-                stored, operand, factor = store_part(
-                    folded[p],
-                    read_sizes[p],
-                    read_scale,
-                    first,
-                    (seed, layer + COPY_STRIDE, stream, flush, dk),
-                    applies,
-                    READ_FORMAT,
-                    READ_SR,
-                    QUADS,
-                    PARTIAL,
-                )
-                if window == T // L - 1:
-                    tl.store(read_ptrs + value[:, None] * dk, stored, mask=mask)
-                read_product = copy_product(operand, factor, query_parts, decay, PER_CHANNEL)
-                product = read_product
-                if DELTA:
-                    product = copy_product(operand, factor, key_parts, decay, PER_CHANNEL)
-                read_q = read_q + (read_product,)  # noqa: RUF005
-                read_k = read_k + (product,)  # noqa: RUF005
-            stored, operand, factor = store_part(
+            rows = part_lane_rows(p, BLOCK_V, TAIL_V, BLOCK_K, CUTS)
+            bad = rows_overflow(sizes[p], RECUR_FORMAT, rows[0].shape[0], applies, PARTIAL)
+            held, factor = store_part(
                 folded[p],
                 sizes[p],
                 scale,
-                first,
-                (seed, layer, stream, flush, dk),
+                rows,
+                first_element,
+                (seed, layer, stream, flush),
                 applies,
+                last,
+                recur_ptr + state_offset,
+                dv,
+                dk,
                 RECUR_FORMAT,
                 RECUR_SR,
                 QUADS,
                 PARTIAL,
+                RECUR_HELD,
             )
-            S = S + (stored,)  # noqa: RUF005
-            if not SEPARATE:
-                product = copy_product(operand, factor, query_parts, decay, PER_CHANNEL)
-                read_q = read_q + (product,)  # noqa: RUF005
-                if DELTA:
-                    product = copy_product(operand, factor, key_parts, decay, PER_CHANNEL)
-                read_k = read_k + (product,)  # noqa: RUF005
-            if SECOND:
-                product = copy_product(operand, factor, flush_parts, decay, PER_CHANNEL)
-            recur_k = recur_k + (product,)  # noqa: RUF005
+            recur = recur + (held,)  # noqa: RUF005
+            recur_factor = recur_factor + (factor,)  # noqa: RUF005
+            if last:
+                store_factor(recur_factor_ptr + row_offset, rows[0], dv, factor, RECUR_FACTORED)
+            if SEPARATE:
+                bad = bad | rows_overflow(
+                    read_sizes[p], READ_FORMAT, rows[0].shape[0], applies, PARTIAL
+                )
+                held, factor = store_part(
+                    folded[p],
+                    read_sizes[p],
+                    read_scale,
+                    rows,
+                    first_element,
+                    (seed, layer + COPY_STRIDE, stream, flush),
+                    applies,
+                    last,
+                    read_ptr + state_offset,
+                    dv,
+                    dk,
+                    READ_FORMAT,
+                    READ_SR,
+                    QUADS,
+                    PARTIAL,
+                    READ_HELD,
+                )
+                if last:
+                    store_factor(read_factor_ptr + row_offset, rows[0], dv, factor, READ_FACTORED)
+                read = read + (held,)  # noqa: RUF005
+                read_factor = read_factor + (factor,)  # noqa: RUF005
             newly = bad & (bad_before[p] < 0) & (window < T // L)
             first_bad = first_bad + (tl.where(newly, flush, bad_before[p]),)  # noqa: RUF005
-
-    if T % L == 0:
-        for p in tl.static_range(PARTS):
-            value = part_rows(p, BLOCK_V, TAIL_V)
-            mask = (value < dv)[:, None] & (lane_channel < dk)[None, :]
-            tl.store(recur_ptrs + value[:, None] * dk, S[p], mask=mask)
+        window += 1
 
     # the first of all rows; none is -1, which as unsigned comes last
     for p in tl.static_range(PARTS):
@@ -401,34 +439,30 @@ class ScanLaunch:
     Attributes:
         warps: of a program.
         registers: most registers of a lane; None for what the compiler takes.
+        cuts: warps that share the columns of a row, see `cuts.py`: 1, or 2 where dk is 33 to 128.
     """
 
     warps: int
     registers: int | None = None
+    cuts: int = 1
 
 
 def scan_launch(block_v: int, block_k: int) -> ScanLaunch:
-    """Choose a launch: 64 registers of a lane hold the state."""
-    return ScanLaunch(warps=min(16, max(4, block_v * block_k // 2048)))
+    """Choose a launch: a warp has 16 rows, and half of their columns where those are 64 or more.
 
-
-def row_parts(dv: int) -> tuple[int, int]:
-    """Cut a state's rows into a power of two and a rest, padded to one: 160 into 128 and 64.
-
-    A rest of fewer than 64 rows is none: the warps of a product would share too few.
+    Registers are asked for: left alone, the compiler gives long windows half of those there are.
     """
-    whole = 1 << max(4, dv.bit_length() - 1)
-    rest = max(0, dv - whole)
-    tail = 0 if rest == 0 else max(64, triton.next_power_of_2(rest))
-    return (whole, tail) if tail < whole else (2 * whole, 0)
+    cuts = 2 if 64 <= block_k <= 128 else 1
+    warps = min(16, max(4, block_v // 16 * cuts))
+    return ScanLaunch(warps=warps, registers=min(255, 2048 // warps), cuts=cuts)
 
 
 def windowed_scan(
     inputs: OpInputs,
     rows: Tensor,
     streams: Tensor,
-    recur: Tensor,
-    read: Tensor | None,
+    recur: Copy,
+    read: Copy | None,
     out: Tensor,
     bad_flush: Tensor,
     policy: Policy,
@@ -445,7 +479,7 @@ def windowed_scan(
         inputs: T steps, unit stride along the last axes of q, k, v.
         rows: int64 [R] rows of `inputs` and of `out`.
         streams: int64 [R] global stream ids.
-        recur: [R, H, dv, dk] FP32, the recurrence or shared copy as stored.
+        recur: the recurrence or shared copy as stored.
         read: likewise the read copy; None unless the policy is separate.
         out: [rows, T, H, dv] FP32.
         bad_flush: int32 [R, H] first flush after which a copy was not finite, -1 for none.
@@ -486,6 +520,10 @@ def windowed_scan(
     limit = {} if launch.registers is None else {"maxnreg": launch.registers}
     dt = inputs.dt if inputs.dt is not None else inputs.log_decay
     beta = inputs.beta if inputs.beta is not None else inputs.log_decay
+    second = recur if read is None else read
+    partial = applies is not None
+    recur_held, recur_factored = held_as(recur_kind.name, block_k, partial)
+    read_held, read_factored = held_as(read_kind.name, block_k, partial)
     windowed_scan_kernel[(inputs.heads, rows.shape[0])](
         inputs.q,
         inputs.k,
@@ -498,8 +536,10 @@ def windowed_scan(
         coefficients.own,
         coefficients.couple,
         coefficients.solve,
-        recur,
-        recur if read is None else read,
+        recur.values,
+        recur.factors,
+        second.values,
+        second.factors,
         out,
         bad_flush,
         rows,
@@ -537,7 +577,12 @@ def windowed_scan(
         KEY_RECORD=key_record,
         CORRECTION_RECORD=RECORD_NAMES[types.u],
         FLUSH=policy.corrections,
-        PARTIAL=applies is not None,
+        PARTIAL=partial,
+        READ_HELD=read_held,
+        READ_FACTORED=read_factored,
+        RECUR_HELD=recur_held,
+        RECUR_FACTORED=recur_factored,
+        CUTS=launch.cuts,
         KEY_PARTS=max(KEY_PARTS.get(x.dtype, 3) for x in (inputs.q, inputs.k)),
         num_warps=launch.warps,
         num_stages=1,

@@ -7,8 +7,9 @@ lies in parts of its rows, tuples of tiles [V, BLOCK_K].
 import triton
 import triton.language as tl
 
+from quantlab_kernels.cuts import cut_rows, sum_of_rows
 from quantlab_kernels.draws import lane_order
-from quantlab_kernels.parts import dot_parts, split_parts, transposed
+from quantlab_kernels.parts import dot_parts, spread_parts, transposed
 from quantlab_kernels.rounding import round_record
 
 
@@ -51,19 +52,28 @@ def load_total(
 
 
 @triton.jit
-def _parts_of(x, decay, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr):
+def decayed_parts(x, decay, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr):
     """Split a window's queries or keys, decayed if per channel: parts of [BLOCK_K, BLOCK_L]."""
     if PER_CHANNEL:
-        return transposed(split_parts(x * decay, 3))
+        return transposed(spread_parts(x * decay, 3))
     else:
-        return transposed(split_parts(x, PARTS))
+        return transposed(spread_parts(x, PARTS))
 
 
 @triton.jit
-def copy_product(operand, factor, right, decay, PER_CHANNEL: tl.constexpr):
+def copy_product(
+    operand,
+    factor,
+    right,
+    decay,
+    PER_CHANNEL: tl.constexpr,
+    CUTS: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+):
     """Form a copy times decayed keys or queries: [V, BLOCK_L] FP32."""
-    shape: tl.constexpr = [operand[0].shape[0], right[0].shape[1]]
-    product = dot_parts(operand, right, tl.zeros(shape, tl.float32)) * factor
+    none = tl.zeros([operand[0].shape[0], right[0].shape[1]], tl.float32)
+    product = dot_parts(operand, cut_rows(right, CUTS), none, FIRST)
+    product = sum_of_rows(product, CUTS) * factor
     if PER_CHANNEL:
         return product
     else:
@@ -78,72 +88,34 @@ def flush_keys(keys, L: tl.constexpr, KEY_RECORD: tl.constexpr):
 
 
 @triton.jit
-def operands_of_window(
-    q_ptrs,
-    k_ptrs,
-    from_start_ptr,
-    unit,
-    window,
-    T,
-    channel,
-    dk,
-    stride_q_t,
-    stride_k_t,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    KEY_RECORD: tl.constexpr,
-    KEY_PARTS: tl.constexpr,
-    FLUSH_PARTS: tl.constexpr,
+def key_parts(
+    keys, decay, KEY_RECORD: tl.constexpr, KEY_PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr
 ):
-    """Load what the copies are multiplied by: parts of queries, keys and keys of the flush.
+    """Split a window's keys [BLOCK_L, BLOCK_K] into their records and what those leave out.
 
-    Without a delta rule keys are the queries again: nothing is multiplied by them.
+    Returns:
+        parts of the records and of the rests as `copy_product` and `key_products` take them; no
+        rests where keys are their records.
     """
-    step = tl.arange(0, BLOCK_L)
-    t = window * L + step
-    live = (step < L) & (t < T)
-    decay = load_decays(from_start_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)
-    queries = lane_order(load_steps(q_ptrs, t, live, channel, dk, stride_q_t))
-    query_parts = _parts_of(queries, decay, KEY_PARTS, PER_CHANNEL)
-    if DELTA:
-        keys = lane_order(load_steps(k_ptrs, t, live, channel, dk, stride_k_t))
-        key_parts = _parts_of(keys, decay, KEY_PARTS, PER_CHANNEL)
-        flush_parts = _parts_of(flush_keys(keys, L, KEY_RECORD), decay, FLUSH_PARTS, PER_CHANNEL)
-        return decay, query_parts, key_parts, flush_parts
+    record = round_record(keys, KEY_RECORD)
+    PARTS: tl.constexpr = KEY_PARTS if KEY_RECORD == "fp32" else (1 if KEY_RECORD == "bf16" else 2)
+    records = decayed_parts(record, decay, PARTS, PER_CHANNEL)
+    if KEY_RECORD == "fp32" or (KEY_RECORD == "bf16" and KEY_PARTS == 1):
+        return records, ()
+    elif PER_CHANNEL:
+        return records, transposed(spread_parts((keys - record) * decay, 2))
     else:
-        return decay, query_parts, query_parts, query_parts
+        return records, transposed(spread_parts(keys - record, 2))
 
 
 @triton.jit
-def part_rows(p: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr):
-    """Rows of the state in part p."""
-    if p == 0:
-        return tl.arange(0, BLOCK_V)
-    else:
-        return BLOCK_V + tl.arange(0, TAIL_V)
-
-
-@triton.jit
-def load_parts(
-    ptrs, dv, dk, channel, PARTS: tl.constexpr, BLOCK_V: tl.constexpr, TAIL_V: tl.constexpr
+def key_products(
+    operand, factor, records, rests, decay, PER_CHANNEL: tl.constexpr, CUTS: tl.constexpr
 ):
-    """Load a copy: a tuple of [V, BLOCK_K] FP32."""
-    tiles = ()
-    for p in tl.static_range(PARTS):
-        value = part_rows(p, BLOCK_V, TAIL_V)
-        mask = (value < dv)[:, None] & (channel < dk)[None, :]
-        tile = tl.load(ptrs + value[:, None] * dk, mask=mask, other=0.0)
-        tiles = tiles + (tile,)  # noqa: RUF005 (kernels know no unpacking)
-    return tiles
-
-
-@triton.jit
-def loaded_products(tiles, right, decay, PER_CHANNEL: tl.constexpr):
-    """Form `copy_product` of every part of a copy as loaded."""
-    products = ()
-    for p in tl.static_range(len(tiles)):
-        product = copy_product(split_parts(tiles[p], 3), 1.0, right, decay, PER_CHANNEL)
-        products = products + (product,)  # noqa: RUF005
-    return products
+    """Form a copy times decayed keys, unrounded and as the flush sees all but the last."""
+    recorded = copy_product(operand, factor, records, decay, PER_CHANNEL, CUTS)
+    if len(rests) == 0:
+        return recorded, recorded
+    else:
+        rest = copy_product(operand, factor, rests, decay, PER_CHANNEL, CUTS, 1)
+        return recorded + rest, recorded

@@ -19,12 +19,13 @@ from triton.runtime.jit import JITFunction
 
 from quantlab.recurrence import OpInputs
 from quantlab.replay.draws import READ, RECUR
-from quantlab.replay.lane import Lane, LaneKind, applied, members
+from quantlab.replay.lane import Lane, LaneKind, members
 from quantlab.replay.policy import Policy
 from quantlab.replay.scan import WindowedScan
 from quantlab_kernels.conventional import conventional_scan, conventional_scan_kernel
+from quantlab_kernels.copies import Copy, store_copy
 from quantlab_kernels.scan import MAX_WINDOW, ScanLaunch, windowed_scan
-from quantlab_kernels.stores import store_kind, store_states
+from quantlab_kernels.stores import store_kind
 
 _STEP_FIELDS = ("q", "k", "v", "log_decay", "beta", "dt")
 
@@ -40,6 +41,9 @@ class Group:
         streams: int64 [R] global stream ids.
         recur: [R, H, dv, dk] FP32 recurrence or only copy, as stored.
         read: likewise the read copy, None with one copy.
+        recur_factor: [R, H, dv] FP32, what operands of the recurrence copy are multiplied by to be
+            its values, see held.py; stored with it.
+        read_factor: likewise of the read copy.
         bad_flush: int32 [R, H] first flush after which a copy was not finite, -1 for none.
         applies: int8 [R, H] whether copies are stored in the policy's formats; None for all.
         flush: number of the next store.
@@ -53,6 +57,8 @@ class Group:
     recur: Tensor
     read: Tensor | None
     bad_flush: Tensor
+    recur_factor: Tensor
+    read_factor: Tensor | None = None
     applies: Tensor | None = None
     flush: int = 1
     pending: OpInputs | None = None
@@ -102,9 +108,11 @@ class TritonScan(WindowedScan):
         self.groups = []
         for group in self._empty(inputs):
             exact = state[group.rows].contiguous()
-            group.recur = self._stored(exact, group, group.policy.recur, RECUR)
+            stored = self._stored(exact, group, group.policy.recur, RECUR)
+            group.recur, group.recur_factor = stored.values, stored.factors
             if group.read is not None:
-                group.read = self._stored(exact, group, group.policy.read, READ)
+                stored = self._stored(exact, group, group.policy.read, READ)
+                group.read, group.read_factor = stored.values, stored.factors
             bad = ~group.recur.isfinite().flatten(2).all(2)
             if group.read is not None:
                 bad |= ~group.read.isfinite().flatten(2).all(2)
@@ -180,9 +188,11 @@ class TritonScan(WindowedScan):
         for g, group in enumerate(self.groups):
             named[f"{g}.flush"] = torch.tensor(group.flush)
             named[f"{g}.recur"] = group.recur.clone()
+            named[f"{g}.recur_factor"] = group.recur_factor.clone()
             named[f"{g}.bad_flush"] = group.bad_flush.clone()
             if group.read is not None:
                 named[f"{g}.read"] = group.read.clone()
+                named[f"{g}.read_factor"] = group.read_factor.clone()
             if group.pending is not None:
                 for field in _STEP_FIELDS:
                     x = getattr(group.pending, field)
@@ -207,6 +217,8 @@ class TritonScan(WindowedScan):
                 for name, x in named.items()
                 if name.startswith(f"{g}.")
             }
+            if "recur" in saved and "recur_factor" not in saved:
+                raise ValueError("the saved state is of an earlier version, without factors")
             if "recur" not in saved or ("read" in saved) != (group.read is not None):
                 raise ValueError("the saved state is of other policies than those here")
             if saved["recur"].shape != group.recur.shape:
@@ -216,7 +228,9 @@ class TritonScan(WindowedScan):
                 )
             group.flush = int(saved["flush"])
             group.recur = saved["recur"].clone()
-            group.read = saved["read"].clone() if group.read is not None else None
+            group.recur_factor = saved["recur_factor"].clone()
+            if group.read is not None:
+                group.read, group.read_factor = saved["read"].clone(), saved["read_factor"].clone()
             group.bad_flush = saved["bad_flush"].clone()
             if "pending.q" in saved:
                 fields = {f: saved.get(f"pending.{f}") for f in _STEP_FIELDS}
@@ -254,14 +268,15 @@ class TritonScan(WindowedScan):
                     streams=self.streams.to(device=device, dtype=torch.int64).repeat(len(indices)),
                     recur=recur,
                     read=torch.empty_like(recur) if policy.kind == "separate" else None,
+                    recur_factor=torch.ones(shape[:3], dtype=torch.float32, device=device),
                     bad_flush=torch.full(shape[:2], -1, dtype=torch.int32, device=device),
                     applies=_by_row(heads, n, device) if heads else None,
                 )
             )
         return groups
 
-    def _stored(self, exact: Tensor, group: Group, fmt, copy: int) -> Tensor:
-        stored = store_states(
+    def _stored(self, exact: Tensor, group: Group, fmt, copy: int) -> Copy:
+        return store_copy(
             exact,
             fmt,
             seed=self.seed,
@@ -269,8 +284,8 @@ class TritonScan(WindowedScan):
             copy=copy,
             streams=group.streams,
             flush=0,
+            applies=group.applies,
         )
-        return stored if group.applies is None else applied(stored, exact, group.applies != 0)
 
     def _run(self, group: Group, inputs: OpInputs, rows: Tensor, o: Tensor) -> None:
         keys = {"seed": self.seed, "layer": self.layer, "first_flush": group.flush}
@@ -281,7 +296,10 @@ class TritonScan(WindowedScan):
                 inputs, rows, group.streams, recur, o, bad, fmt, group.applies, **keys
             )
         else:
-            copies = (recur, group.read)
+            read = None
+            if group.read is not None:
+                read = Copy(values=group.read, factors=group.read_factor)
+            copies = (Copy(values=recur, factors=group.recur_factor), read)
             windowed_scan(
                 inputs,
                 rows,

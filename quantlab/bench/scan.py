@@ -105,13 +105,13 @@ def sweep_rows(
 ) -> Iterator[Row]:
     """Measure other launches of a windowed policy."""
     launch_of = scan_launch()
-    for warps, registers in ((4, None), (8, None), (8, 168), (8, 128), (16, None)):
+    for warps, registers, cuts in ((8, None, 1), (8, 128, 1), (8, None, 2), (16, 128, 2)):
 
         class Cut(scan_class(bench.device, "triton")):  # type: ignore[misc]
-            launch = launch_of(warps=warps, registers=registers)
+            launch = launch_of(warps=warps, registers=registers, cuts=cuts)
 
         row = scan_row(bench, shape, inputs, slices, policy, Cut)
-        cut = f"{row.name} {warps}/{registers or 'any'}"
+        cut = f"{row.name} {warps}/{registers or 'any'}/{cuts}"
         yield Row(name=cut, status=row.status, reason=row.reason, values=row.values)
 
 

@@ -82,10 +82,10 @@ def lanes_kernel(
     row, col = tl.arange(0, V)[:, None], tl.arange(0, K)[None, :]
     tile = row * K + col
     x = tl.zeros([V, K], tl.float32) + 1.0
-    draw = (seed, 5, 7, 9, dk)
+    draw = (seed, 5, 7, 9)
     words = tile_words(seed, 5, 7, 9, 4 * dk, dk, V, K, QUADS)
     tl.store(words_ptr + tile, words.to(tl.int32, bitcast=True))
-    words = lane_words(x, 4 * dk, draw, QUADS)
+    words = lane_words(x, 4 * dk + tl.arange(0, V) * dk, draw, QUADS)
     tl.store(lane_words_ptr + tile, words.to(tl.int32, bitcast=True))
     tl.store(ordered_ptr + tile, lane_order(tile.to(tl.float32)))
     tl.store(channels_ptr + tl.arange(0, K), lane_channels(K))
