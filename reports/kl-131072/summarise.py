@@ -8,10 +8,13 @@ from quantlab.report.table import markdown_table, number, short_length, short_po
 from quantlab.study.result import Result, load_result
 
 HERE = Path(__file__).parent
-RUNS = ("tiny-gdn-bf16", "tiny-mamba2-bf16", "tiny-gdn-fp32", "tiny-mamba2-fp32")
+RUNS = (
+    *("tiny-gdn-bf16", "tiny-mamba2-bf16", "tiny-kda-bf16"),
+    *("tiny-gdn-fp32", "tiny-mamba2-fp32"),
+)
 SHARED, READ = "shared nvfp4-sr", "nvfp4"
 INTRODUCTION = """\
-# KL against generation length to 131,072 tokens, both zoo models
+# KL against generation length to 131,072 tokens, the zoo
 
 Suite `replayssm` (L = 16) on the four packaged streams, prompt 512, seed 0, on one H200 with the
 windowed engine on Triton. `bf16`: BF16 weights and activations, hence BF16 and FP16 records, as a
@@ -21,10 +24,10 @@ rounded; the floor is then what the order of FP32 additions makes it.
     quantlab kl --model MODEL --suite replayssm --tokens 131072 --streams 4 --device cuda \\
         --dtype bf16|fp32 --segment 4096 --batch-rows 40 --out runs/MODEL-DTYPE
 
-The runs are of the tree at 844929b. `tiny-gdn-fp32` was interrupted at the end of the time there
-was for it: its rows end before the last N. `kernels-against-reference.txt` is
-`python -m quantlab_kernels.smoke --quick` in the same call: 37 comparisons of the kernels with the
-torch reference, none failed. This page is written by `summarise.py` from the rows.
+The runs are of the tree at 844929b, `tiny-kda-bf16` of 9e260fb and `tiny-gdn-fp32` of d553bf5; the
+GPU of these two did other work beside them. `kernels-against-reference.txt` is `python -m
+quantlab_kernels.smoke --quick` of the first: 37 comparisons of the kernels with the torch
+reference, none failed. This page is written by `summarise.py` from the rows.
 """
 
 
