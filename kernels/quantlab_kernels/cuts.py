@@ -1,8 +1,9 @@
 """Tiles of a state whose columns are shared among CUTS warps, each with 16 of its rows.
 
-A state tile [V, K] is kept as [V CUTS, K / CUTS], its lane rows: 16 rows' first columns, the same
-rows' next columns, and so on. A product on tensor cores takes 16 rows to a warp (parts.py), so with
-CUTS = 2 twice as many warps share a state, each with half as many of its elements in registers.
+A state tile [V, K] is kept as [CUTS V, K / CUTS], its lane rows: all rows' first columns, then the
+next. A product on tensor cores takes 16 rows to a warp (parts.py), so with CUTS = 2 twice as
+many warps share a state, each with half as many of its elements in registers; and a warp's rows of
+what all columns have summed up are those of its lane rows.
 """
 
 import triton
@@ -14,59 +15,51 @@ def lane_rows(V: tl.constexpr, K: tl.constexpr, CUTS: tl.constexpr):
     """Find the row and the first column of each lane row: two int32 [V CUTS]."""
     LANES: tl.constexpr = V * CUTS
     lane = tl.arange(0, LANES)
-    return lane // (16 * CUTS) * 16 + lane % 16, lane // 16 % CUTS * (K // CUTS)
+    return lane % V, lane // V * (K // CUTS)
 
 
 @triton.jit
 def to_lane_rows(x, CUTS: tl.constexpr):
-    """Spread [V] or [V, N] of rows to lane rows [V CUTS] or [V CUTS, N]."""
+    """Spread [V] or [V, N] of rows to lane rows [CUTS V] or [CUTS V, N]."""
     if CUTS == 1:
         return x
-    elif len(x.shape) == 2:
-        V: tl.constexpr = x.shape[0]
-        N: tl.constexpr = x.shape[1]
-        x = tl.broadcast_to(tl.reshape(x, [V // 16, 1, 16, N]), [V // 16, CUTS, 16, N])
-        return tl.reshape(x, [V * CUTS, N])
+    elif len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None, :], [CUTS, x.shape[0]]), [CUTS * x.shape[0]])
     else:
         V: tl.constexpr = x.shape[0]
-        x = tl.broadcast_to(tl.reshape(x, [V // 16, 1, 16]), [V // 16, CUTS, 16])
-        return tl.reshape(x, [V * CUTS])
+        N: tl.constexpr = x.shape[1]
+        return tl.reshape(tl.broadcast_to(x[None, :, :], [CUTS, V, N]), [CUTS * V, N])
 
 
 @triton.jit
 def columns_to_lane_rows(x, V: tl.constexpr, CUTS: tl.constexpr):
-    """Spread [1, K] of columns to lane rows [V CUTS, K / CUTS]."""
+    """Spread [1, K] of columns to lane rows [CUTS V, K / CUTS]."""
     if CUTS == 1:
         return x
     else:
         K: tl.constexpr = x.shape[1]
-        x = tl.reshape(x, [1, CUTS, 1, K // CUTS])
-        x = tl.broadcast_to(x, [V // 16, CUTS, 16, K // CUTS])
-        return tl.reshape(x, [V * CUTS, K // CUTS])
+        x = tl.broadcast_to(tl.reshape(x, [CUTS, 1, K // CUTS]), [CUTS, V, K // CUTS])
+        return tl.reshape(x, [CUTS * V, K // CUTS])
 
 
 @triton.jit
 def most_of_rows(x, CUTS: tl.constexpr):
-    """Find the largest of each row's lane rows: [V CUTS] to [V]."""
+    """Find the largest of each row's lane rows: [CUTS V] to [V]."""
     if CUTS == 1:
         return x
     else:
-        V: tl.constexpr = x.shape[0] // CUTS
-        return tl.reshape(tl.max(tl.reshape(x, [V // 16, CUTS, 16]), axis=1), [V])
+        return tl.max(tl.reshape(x, [CUTS, x.shape[0] // CUTS]), axis=0)
 
 
 @triton.jit
 def sum_of_rows(x, CUTS: tl.constexpr):
-    """Add up each row's lane rows: [V CUTS] or [V CUTS, N] to [V] or [V, N]."""
+    """Add up each row's lane rows: [CUTS V] or [CUTS V, N] to [V] or [V, N]."""
     if CUTS == 1:
         return x
+    elif len(x.shape) == 1:
+        return tl.sum(tl.reshape(x, [CUTS, x.shape[0] // CUTS]), axis=0)
     else:
-        V: tl.constexpr = x.shape[0] // CUTS
-        if len(x.shape) == 1:
-            return tl.reshape(tl.sum(tl.reshape(x, [V // 16, CUTS, 16]), axis=1), [V])
-        else:
-            N: tl.constexpr = x.shape[1]
-            return tl.reshape(tl.sum(tl.reshape(x, [V // 16, CUTS, 16, N]), axis=1), [V, N])
+        return tl.sum(tl.reshape(x, [CUTS, x.shape[0] // CUTS, x.shape[1]]), axis=0)
 
 
 @triton.jit

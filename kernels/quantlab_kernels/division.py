@@ -63,7 +63,10 @@ def divisor(d):
         field = d.to(tl.int32, bitcast=True) & 0x7F800000
         shift = tl.maximum((254 << 23) - field, 1 << 23).to(tl.float32, bitcast=True)
         scaled = d * shift
-        r = 1.0 / scaled
+        # within 1 ulp
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scaled], tl.float32, is_pure=True, pack=1
+        )
         r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
         r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
         r = tl.where(scaled < 2.0, tl.maximum(r, LEAST_RECIPROCAL), r)

@@ -215,7 +215,7 @@ def store_part(
     """
     V: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
-    PIECES: tl.constexpr = 1 if (K <= 32 or FORMAT == "fp32") else (K // 32 if K < 256 else 8)
+    PIECES: tl.constexpr = 1 if (K <= 32 or FORMAT == "fp32") else (K // 16 if K < 128 else 8)
     sizes = tl.reshape(sizes, [V, sizes.shape[0] // V])
     SCALED: tl.constexpr = not (FORMAT == "fp32" or FORMAT == "fp16" or FORMAT == "bf16")
     BY_ROW: tl.constexpr = SCALED and FORMAT != "nvfp4" and sizes.shape[1] == 1

@@ -97,13 +97,15 @@ def transposed(parts):
 
 @triton.jit
 def _batches(b, BATCHES: tl.constexpr):
-    """Repeat a matrix, or some one after the other, to BATCHES of them."""
+    """Repeat a matrix, or each of CUTS, to BATCHES of them."""
     if len(b.shape) == 2:
         return tl.broadcast_to(b[None, :, :], [BATCHES, b.shape[0], b.shape[1]])
     else:
-        N: tl.constexpr = b.shape[0]
-        b4 = tl.broadcast_to(b[None, :, :, :], [BATCHES // N, N, b.shape[1], b.shape[2]])
-        return tl.reshape(b4, [BATCHES, b.shape[1], b.shape[2]])
+        CUTS: tl.constexpr = b.shape[0]
+        K: tl.constexpr = b.shape[1]
+        N: tl.constexpr = b.shape[2]
+        b = tl.broadcast_to(b[:, None, :, :], [CUTS, BATCHES // CUTS, K, N])
+        return tl.reshape(b, [BATCHES, K, N])
 
 
 @triton.jit
@@ -114,8 +116,8 @@ def dot_parts(a, b, start, FIRST: tl.constexpr = 0):
 
     Args:
         a: parts of [M, K].
-        b: parts of [K, N], or of [CUTS, K, N]: then 16 rows of A are multiplied by the first
-            matrix, the next 16 by the next.
+        b: parts of [K, N], or of [CUTS, K, N]: the first M / CUTS rows of A are multiplied by the
+            first matrix, the next by the next.
         start: FP32 [M, N].
         FIRST: parts of b begin 8 FIRST bits below what is left of it.
     """

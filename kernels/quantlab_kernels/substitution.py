@@ -20,13 +20,18 @@ UNROLLED = tl.constexpr(16)
 
 
 @triton.jit
-def _take_off(rest, couple_ptr, i, BLOCK_L: tl.constexpr, CORRECTION_RECORD: tl.constexpr):
-    """Take the record of step i off the steps after it."""
-    step = tl.arange(0, BLOCK_L)
-    a_i = tl.load(couple_ptr + i * BLOCK_L + step)
-    u_i = tl.sum(tl.where((step == i)[None, :], rest, 0.0), axis=1)
-    record = round_record(u_i, CORRECTION_RECORD)
-    return tl.fma(-record[:, None], a_i[None, :], rest)
+def _record_of(rest, i, CORRECTION_RECORD: tl.constexpr):
+    """Find the record of the correction in column i, [V, 1]."""
+    column = tl.arange(0, rest.shape[1]) == i
+    u_i = tl.sum(tl.where(column[None, :], rest, 0.0), axis=1)
+    return round_record(u_i, CORRECTION_RECORD)[:, None]
+
+
+@triton.jit
+def _taken_off(rest, record, couple_ptr):
+    """Take a step's record off later steps, their coefficients at couple_ptr."""
+    a = tl.load(couple_ptr + tl.arange(0, rest.shape[1]))
+    return tl.fma(-record, a[None, :], rest)
 
 
 @triton.jit
@@ -45,11 +50,24 @@ def substitute(
     Returns:
         corrections and their records, [V, BLOCK_L] FP32.
     """
-    rest = target
-    if L <= UNROLLED:
+    if BLOCK_L <= UNROLLED:
+        # once the first half is there, only the second half changes
+        V: tl.constexpr = target.shape[0]
+        HALF: tl.constexpr = BLOCK_L // 2
+        first, second = tl.split(tl.trans(tl.reshape(target, [V, 2, HALF]), 0, 2, 1))
         for i in tl.static_range(L - 1):
-            rest = _take_off(rest, couple_ptr, i, BLOCK_L, CORRECTION_RECORD)
+            row_ptr = couple_ptr + i * BLOCK_L
+            if i < HALF:
+                record = _record_of(first, i, CORRECTION_RECORD)
+                if i + 1 < HALF:
+                    first = _taken_off(first, record, row_ptr)
+            else:
+                record = _record_of(second, i - HALF, CORRECTION_RECORD)
+            second = _taken_off(second, record, row_ptr + HALF)
+        rest = tl.reshape(tl.trans(tl.join(first, second), 0, 2, 1), [V, BLOCK_L])
     else:
+        rest = target
         for i in range(0, L - 1):
-            rest = _take_off(rest, couple_ptr, i, BLOCK_L, CORRECTION_RECORD)
+            record = _record_of(rest, i, CORRECTION_RECORD)
+            rest = _taken_off(rest, record, couple_ptr + i * BLOCK_L)
     return rest, round_record(rest, CORRECTION_RECORD)
