@@ -59,6 +59,7 @@ from quantlab_kernels.scan_window import (
     load_square,
     load_steps,
     load_total,
+    product_scale,
 )
 from quantlab_kernels.stores import signed_seed, store_kind, tile_shape
 from quantlab_kernels.substitution import substitute
@@ -279,33 +280,22 @@ def windowed_scan_kernel(
             recur_parts = held_parts(recur[p], RECUR_HELD)
             read_parts = recur_parts
             factor = of_rows(recur_factor[p], RECUR_FORMAT, RECUR_FACTORED, CUTS)
+            recur_scale = product_scale(factor, decay, PER_CHANNEL)
+            read_scale = recur_scale
             if SEPARATE:
-                flush_factor = factor
                 read_parts = held_parts(read[p], READ_HELD)
                 factor = of_rows(read_factor[p], READ_FORMAT, READ_FACTORED, CUTS)
-            read_q = copy_product(read_parts, factor, query_parts, decay, PER_CHANNEL, CUTS)
+                read_scale = product_scale(factor, decay, PER_CHANNEL)
+            read_q = copy_product(read_parts, read_scale, query_parts, CUTS)
             if DELTA:
                 read_k, recur_k = key_products(
-                    read_parts,
-                    factor,
-                    record_parts,
-                    rest_parts,
-                    decay,
-                    PER_CHANNEL,
-                    CUTS,
+                    read_parts, read_scale, record_parts, rest_parts, CUTS
                 )
+                last_k = read_k
                 if SEPARATE:
                     last_k, recur_k = key_products(
-                        recur_parts,
-                        flush_factor,
-                        record_parts,
-                        rest_parts,
-                        decay,
-                        PER_CHANNEL,
-                        CUTS,
+                        recur_parts, recur_scale, record_parts, rest_parts, CUTS
                     )
-                else:
-                    last_k = read_k
                 recur_k = tl.where(is_last[None, :], last_k, recur_k)
 
             # corrections of the steps, from the read copy
@@ -360,9 +350,9 @@ def windowed_scan_kernel(
             tl.store(out_ptrs + t[None, :] * stride_out_t + value[:, None], o, mask=out_mask)
 
         # stores
-        scale = whole_scale(sizes, RECUR_FORMAT)
+        whole = whole_scale(sizes, RECUR_FORMAT)
         if SEPARATE:
-            read_scale = whole_scale(read_sizes, READ_FORMAT)
+            read_whole = whole_scale(read_sizes, READ_FORMAT)
         recur = ()
         recur_factor = ()
         read = ()
@@ -375,7 +365,7 @@ def windowed_scan_kernel(
             held, factor = store_part(
                 folded[p],
                 sizes[p],
-                scale,
+                whole,
                 rows,
                 first_element,
                 (seed, layer, stream, flush),
@@ -401,7 +391,7 @@ def windowed_scan_kernel(
                 held, factor = store_part(
                     folded[p],
                     read_sizes[p],
-                    read_scale,
+                    read_whole,
                     rows,
                     first_element,
                     (seed, layer + COPY_STRIDE, stream, flush),

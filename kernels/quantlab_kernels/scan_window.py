@@ -61,23 +61,19 @@ def decayed_parts(x, decay, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr):
 
 
 @triton.jit
-def copy_product(
-    operand,
-    factor,
-    right,
-    decay,
-    PER_CHANNEL: tl.constexpr,
-    CUTS: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-):
+def product_scale(factor, decay, PER_CHANNEL: tl.constexpr):
+    """Form what products of a copy's operands are multiplied by; keys hold decays per channel."""
+    if PER_CHANNEL:
+        return factor
+    else:
+        return factor * decay[None, :]
+
+
+@triton.jit
+def copy_product(operand, scale, right, CUTS: tl.constexpr):
     """Form a copy times decayed keys or queries: [V, BLOCK_L] FP32."""
     none = tl.zeros([operand[0].shape[0], right[0].shape[1]], tl.float32)
-    product = dot_parts(operand, cut_rows(right, CUTS), none, FIRST)
-    product = sum_of_rows(product, CUTS) * factor
-    if PER_CHANNEL:
-        return product
-    else:
-        return product * decay[None, :]
+    return sum_of_rows(dot_parts(operand, cut_rows(right, CUTS), none), CUTS) * scale
 
 
 @triton.jit
@@ -94,7 +90,7 @@ def key_parts(
     """Split a window's keys [BLOCK_L, BLOCK_K] into their records and what those leave out.
 
     Returns:
-        parts of the records and of the rests as `copy_product` and `key_products` take them; no
+        parts of the records and of the rests as `key_products` takes them; no
         rests where keys are their records.
     """
     record = round_record(keys, KEY_RECORD)
@@ -109,13 +105,13 @@ def key_parts(
 
 
 @triton.jit
-def key_products(
-    operand, factor, records, rests, decay, PER_CHANNEL: tl.constexpr, CUTS: tl.constexpr
-):
+def key_products(operand, scale, records, rests, CUTS: tl.constexpr):
     """Form a copy times decayed keys, unrounded and as the flush sees all but the last."""
-    recorded = copy_product(operand, factor, records, decay, PER_CHANNEL, CUTS)
+    none = tl.zeros([operand[0].shape[0], records[0].shape[1]], tl.float32)
+    recorded = dot_parts(operand, cut_rows(records, CUTS), none)
+    product = sum_of_rows(recorded, CUTS) * scale
     if len(rests) == 0:
-        return recorded, recorded
+        return product, product
     else:
-        rest = copy_product(operand, factor, rests, decay, PER_CHANNEL, CUTS, 1)
-        return recorded + rest, recorded
+        whole = dot_parts(operand, cut_rows(rests, CUTS), recorded, 1)
+        return sum_of_rows(whole, CUTS) * scale, product
