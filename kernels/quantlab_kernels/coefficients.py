@@ -30,6 +30,7 @@ from torch import Tensor
 
 from quantlab.recurrence import OpInputs
 from quantlab.recurrence.gates import MIN_LOG_DECAY as _MIN_LOG_DECAY
+from quantlab_kernels.parts import dot_parts, split_parts, transposed
 from quantlab_kernels.rounding import round_record
 
 MIN_LOG_DECAY = tl.constexpr(_MIN_LOG_DECAY)
@@ -115,7 +116,9 @@ def window_coefficients_kernel(
     read = tl.zeros([BLOCK_L, BLOCK_L], dtype=tl.float32)
     couple = tl.zeros([BLOCK_L, BLOCK_L], dtype=tl.float32)
     flush_couple = tl.zeros([BLOCK_L, BLOCK_L], dtype=tl.float32)
+    rest = tl.zeros([BLOCK_L, BLOCK_L], dtype=tl.float32)
     own = tl.zeros([BLOCK_L], dtype=tl.float32)
+    RECORD_PARTS: tl.constexpr = 3 if KEY_RECORD == "fp32" else (2 if KEY_RECORD == "fp16" else 1)
     if PER_CHANNEL:
         q = _load_steps(q_ptrs, t, live, channel, dk, stride_q_t)
         k = _load_steps(k_ptrs, t, live, channel, dk, stride_k_t)
@@ -141,15 +144,17 @@ def window_coefficients_kernel(
             part = first + tl.arange(0, BLOCK_C)
             q = _load_steps(q_ptrs, t, live, part, dk, stride_q_t)
             k = _load_steps(k_ptrs, t, live, part, dk, stride_k_t)
-            record = round_record(k, KEY_RECORD)
-            record_t = tl.trans(record)
             own += tl.sum(q * k, axis=1)
-            read = tl.dot(q, record_t, read, input_precision="tf32x3")
+            record = round_record(k, KEY_RECORD)
+            records = split_parts(record, RECORD_PARTS)
+            right = transposed(records)
+            read = dot_parts(split_parts(q, 3), right, read)
             if DELTA:
-                couple = tl.dot(k, record_t, couple, input_precision="tf32x3")
+                flush_couple = dot_parts(records, right, flush_couple)
                 if KEY_RECORD != "fp32":
-                    flushed = tl.where((step == L - 1)[:, None], k, record)
-                    flush_couple = tl.dot(flushed, record_t, flush_couple, input_precision="tf32x3")
+                    rest = dot_parts(split_parts(k - record, 2), right, rest, 1)
+        couple = flush_couple + rest
+        flush_couple = tl.where((step == L - 1)[:, None], couple, flush_couple)
         gap = tl.minimum(cumulated[:, None] - cumulated[None, :], 0.0).to(tl.float32)
         between = tl.exp(gap)
         read = read * between
