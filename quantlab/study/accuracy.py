@@ -186,9 +186,7 @@ def _run(
         check_model(m).raise_if_failed()
         directory.write_json(directory.spec_file, record)
     session.begin(spec.device)
-    session.record["seconds_by_part"] = generate(
-        directory, spec, m, text, progress, checkpoint_seconds
-    )
+    generate(directory, spec, m, text, progress, checkpoint_seconds, session.record)
     rows, outputs = finish_rows(
         directory.read_parts(),
         spec,

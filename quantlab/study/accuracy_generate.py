@@ -67,11 +67,19 @@ def generate(
     text: Texts,
     progress: Progress,
     checkpoint_seconds: float,
-) -> dict[str, float]:
+    record: dict[str, Any],
+) -> None:
     """Make every generation that is not on disk yet; a kill costs what came after the last save.
 
-    Returns:
-        Seconds by part (see `GenerationRun`).
+    Args:
+        directory: of the run.
+        spec: the study.
+        m: the loaded model.
+        text: its questions, tokenized.
+        progress: told how many tokens are done.
+        checkpoint_seconds: time between saves.
+        record: of the session; is given `seconds_by_part` (see `GenerationRun`), also of one that
+            is stopped.
     """
     import torch
 
@@ -129,13 +137,19 @@ def generate(
                 progress.note(f"the state could not be saved ({problem})")
         due = time.monotonic() + checkpoint_seconds
 
-    for generation in run.run(stepped):
-        waiting.append(generation)
-        done += expected[generation.job.question]
+    try:
+        for generation in run.run(stepped):
+            waiting.append(generation)
+            done += expected[generation.job.question]
+    except KeyboardInterrupt:
+        # of use where there is no state to go on from, which these would be made again from
+        save()
+        raise
+    finally:
+        record["seconds_by_part"] = {part: round(s, 1) for part, s in run.seconds.items()}
     save()
     progress.advance(done)
     directory.state_file(0).unlink(missing_ok=True)
-    return {part: round(seconds, 1) for part, seconds in run.seconds.items()}
 
 
 def _parts(directory: RunDirectory) -> list[Path]:
