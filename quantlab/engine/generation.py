@@ -267,8 +267,7 @@ class GenerationRun:
                 self._fill([row for row, _ in ended.jobs])
             with self._clock("steps"):
                 self._take_steps()
-            with self._clock("prompts"):
-                self._consume_ahead()
+            self._consume_ahead()
             with self._clock("reads"):
                 found = ended.generations(diverged)
             with self._clock("caller"):

@@ -1,6 +1,7 @@
 """Generation: the model's own tokens, the same whatever the batch, order or interruption."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -197,7 +198,16 @@ def test_prompts_of_one_length_are_consumed_together_and_once(monkeypatch):
     monkeypatch.setattr(
         generation, "prefill", lambda m, ids: sizes.append(tuple(ids.shape)) or prefill(m, ids)
     )
-    together = generate(m, pace=Pace(steps=3, together=3, ahead=True), **settings)
+    clock, seconds = time.monotonic(), {}
+    together = generate(
+        m,
+        lambda run: seconds.update(run.seconds),
+        pace=Pace(steps=3, together=3, ahead=True),
+        **settings,
+    )
+    # nothing is counted twice
+    assert min(seconds.values()) >= 0 and seconds["prompts"] > 0
+    assert sum(seconds.values()) <= time.monotonic() - clock
     assert sizes == [(3, 5), (2, 5), (3, 4), (2, 4)]
     # products of another shape: sums in another order
     for job, g in alone.items():
