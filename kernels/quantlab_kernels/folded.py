@@ -248,9 +248,10 @@ def store_part(
             if PARTIAL:
                 y = tl.where(applies, y, tiles[p])
             # addresses of a store that happens once are not kept for the whole walk
-            width = settled(dk)
+            width = settled(tl.full((), dk, tl.int32))
+            height = settled(tl.full((), dv, tl.int32))
             channel = column + start[:, None] + lane_channels(K // PIECES)[None, :]
-            mask = (row < settled(dv))[:, None] & (channel < width)
+            mask = (row < height)[:, None] & (channel < width)
             tl.store(ptr + row[:, None] * width + channel, y, mask=mask)
     held = _together(operands)
     factor = 1.0

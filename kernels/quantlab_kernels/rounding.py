@@ -108,7 +108,7 @@ def round_fp16(x, words, SR: tl.constexpr):
     if SR:
         magnitude = tl.abs(x)
         rounded = round_size(tl.minimum(magnitude, FP16_MAX), x, words, 10, -14, True)
-        beyond = tl.where(magnitude >= FP16_TO_INF, float("inf"), magnitude)  # NaN stays itself
+        beyond = magnitude + float("inf")  # NaN stays NaN
         return with_sign_of(tl.where(magnitude < FP16_TO_INF, rounded, beyond), x)
     else:
         return x.to(tl.float16).to(tl.float32)
