@@ -81,7 +81,7 @@ def _data() -> Listing:
 
 def _tasks() -> Listing:
     from quantlab.data.benchmarks.benchmark import BENCHMARKS, load_benchmark
-    from quantlab.data.ruler import ruler_tasks
+    from quantlab.data.ruler import SYNTHETIC, ruler_tasks
     from quantlab.data.tasks import TASKS
 
     listed = [{"name": t.name, "about": f"embedded: {t.summary}"} for t in TASKS.values()]
@@ -90,7 +90,7 @@ def _tasks() -> Listing:
     return [
         *listed,
         *(
-            {"name": n, "about": f"RULER, made here: {t['summary']}"}
+            {"name": n, "about": f"RULER{', made here' * (n in SYNTHETIC)}: {t['summary']}"}
             for n, t in ruler_tasks().items()
         ),
     ]

@@ -276,7 +276,7 @@ def _graded(
         final = final_text(text, thinking)
         if isinstance(source, RulerItem):
             found = source.found(final or "")
-            share = len(found) / len(source.references)
+            share = source.share(found)
             verdict = "right" if share == 1 else "wrong" if found else "none"
             return ", ".join(found) or None, verdict, share
         answer = None if final is None else source.extract(final)

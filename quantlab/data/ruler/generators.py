@@ -9,7 +9,6 @@ Your Long-Context Language Models?", arXiv 2404.06654, sections 3 and B.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -17,25 +16,8 @@ from typing import Any
 import numpy as np
 
 from quantlab.data.ruler import words
-
-Built = tuple[str, tuple[str, ...]]
-Builder = Callable[[int], Built]
-
-
-def _generator(task: str, index: int, part: int) -> np.random.Generator:
-    key = np.array([zlib.crc32(task.encode()), index << 8 | part], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
-
-
-def _spread(generator: np.random.Generator, hay: list[str], needles: list[str]) -> str:
-    """Put needles into a haystack at places even over it, in their order."""
-    places = np.sort(generator.random(len(needles))) * (len(hay) + 1)
-    parts: list[str] = []
-    at = 0
-    for place, needle in zip(places.astype(int).tolist(), needles, strict=True):
-        parts += [*hay[at:place], needle]
-        at = place
-    return " ".join([*parts, *hay[at:]])
+from quantlab.data.ruler.draws import among, generator_of
+from quantlab.data.ruler.item import Builder, Built
 
 
 def _hay(kind: str, index: int, units: int) -> list[str]:
@@ -43,7 +25,7 @@ def _hay(kind: str, index: int, units: int) -> list[str]:
         return list(words.NOISE) * units
     prose = words.sentences()
     # another piece of the books for every question
-    first = int(_generator("prose", index, 0).integers(len(prose)))
+    first = int(generator_of("prose", index, 0).integers(len(prose)))
     return [prose[(first + i) % len(prose)] for i in range(units)]
 
 
@@ -58,19 +40,19 @@ def needle(task: str, index: int, settings: Mapping[str, Any]) -> Builder:
         return f"A secret {what} of {name} is {value}."
 
     def build(units: int) -> Built:
-        generator = _generator(task, index, 0)
+        generator = generator_of(task, index, 0)
         crowd = settings["haystack"] == "needles"
         wanted = [_name(settings, generator) for _ in range(keys)]
         values = [[draw(generator) for _ in range(each)] for _ in wanted]
         said = [say(n, v) for n, own in zip(wanted, values, strict=True) for v in own]
         order = generator.permutation(len(said)).tolist()
         if crowd:
-            others = _generator(task, index, 1)
+            others = generator_of(task, index, 1)
             hay = [say(_name(settings, others), draw(others)) for _ in range(units)]
         else:
             hay = _hay(settings["haystack"], index, units)
         # the place of a needle is drawn apart, so that it does not move with the others' draws
-        text = _spread(_generator(task, index, 2), hay, [said[i] for i in order])
+        text = " ".join(among(generator_of(task, index, 2), hay, [said[i] for i in order]))
         names = ", ".join(wanted[:asked])
         question = f"Which secret {what}s of {names} does the text state? Answer with them alone."
         prompt = f"Remember the secret {what}s in this text.\n\n{text}\n\n{question}"
@@ -89,13 +71,14 @@ def variables(task: str, index: int, settings: Mapping[str, Any]) -> Builder:
     """Assign a value from variable to variable; asked is which ones have it in the end."""
 
     def build(units: int) -> Built:
-        generator = _generator(task, index, 0)
+        generator = generator_of(task, index, 0)
         letters = generator.integers(0, 26, (settings["hops"] + 1, 5))
         named = ["".join(chr(ord("A") + c) for c in row) for row in letters.tolist()]
         value = str(generator.integers(10_000, 100_000))
         said = [f"VAR {named[0]} = {value}."]
         said += [f"VAR {b} = VAR {a}." for a, b in pairwise(named)]
-        text = _spread(_generator(task, index, 2), _hay(settings["haystack"], index, units), said)
+        hay = _hay(settings["haystack"], index, units)
+        text = " ".join(among(generator_of(task, index, 2), hay, said))
         prompt = (
             f"Follow the assignments of variables in this text.\n\n{text}\n\n"
             f"Which variables have the value {value}? Answer with their names alone."
@@ -110,11 +93,11 @@ def common_words(task: str, index: int, settings: Mapping[str, Any]) -> Builder:
 
     def build(units: int) -> Built:
         known = words.vocabulary()
-        order = _generator(task, index, 0).permutation(len(known))
+        order = generator_of(task, index, 0).permutation(len(known))
         common = [known[i] for i in order[: settings["common"]].tolist()]
         seldom = [known[order[(settings["common"] + i) % len(known)]] for i in range(units)]
         listed = common * settings["often"] + seldom * settings["seldom"]
-        mixed = [listed[i] for i in _generator(task, index, 1).permutation(len(listed)).tolist()]
+        mixed = [listed[i] for i in generator_of(task, index, 1).permutation(len(listed)).tolist()]
         text = " ".join(f"{i}. {word}" for i, word in enumerate(mixed, 1))
         prompt = (
             f"Remember how often words are in this list.\n\n{text}\n\n"
@@ -129,7 +112,7 @@ def frequent_words(task: str, index: int, settings: Mapping[str, Any]) -> Builde
     """List made-up words whose frequencies fall by a power law; a unit is ten of them."""
 
     def build(units: int) -> Built:
-        generator = _generator(task, index, 0)
+        generator = generator_of(task, index, 0)
         known = words.made_up(generator, 500)
         weight = np.arange(1, len(known) + 1, dtype=np.float64) ** -settings["alpha"]
         asked = settings["asked"]
@@ -137,7 +120,7 @@ def frequent_words(task: str, index: int, settings: Mapping[str, Any]) -> Builde
         # not drawn, and rounded apart, so that at any length the words asked for are the first
         counts = np.where(np.arange(len(known)) < asked, np.ceil(shares), np.floor(shares))
         listed = [w for w, n in zip(known, counts.astype(int), strict=True) for _ in range(n)]
-        mixed = [listed[i] for i in _generator(task, index, 1).permutation(len(listed)).tolist()]
+        mixed = [listed[i] for i in generator_of(task, index, 1).permutation(len(listed)).tolist()]
         prompt = (
             f"Remember how often each coded word is in this text.\n\n{' '.join(mixed)}\n\n"
             f"Which {asked} coded words are there most often? Answer with them alone."

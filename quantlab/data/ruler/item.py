@@ -1,7 +1,8 @@
 """A question about a long context, made to measure: its haystack grows to the length asked for.
 
 Scored as RULER scores: an answer found is one that the output contains, whatever the case, and a
-question's share is that of its answers. It is right when all of them are there.
+question's share is that of its answers. It is right when all of them are there, or where several
+answers are right, any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from quantlab.errors import UsageError
 
 # Characters or tokens of a text, whatever lengths are asked for in.
 Count = Callable[[str], int]
+Built = tuple[str, tuple[str, ...]]
+Builder = Callable[[int], Built]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +27,14 @@ class RulerItem:
         build: prompt and answers for a haystack of so many units.
         prompt: the user's message; empty until it is fitted.
         references: what the output should contain.
+        any_answer: whether any of them will do.
     """
 
     id: int
-    build: Callable[[int], tuple[str, tuple[str, ...]]]
+    build: Builder
     prompt: str = ""
     references: tuple[str, ...] = ()
+    any_answer: bool = False
 
     @property
     def gold(self) -> str:
@@ -71,3 +76,9 @@ class RulerItem:
         """Find the references that an output contains."""
         lower = text.lower()
         return tuple(r for r in self.references if r.lower() in lower)
+
+    def share(self, found: tuple[str, ...]) -> float:
+        """Score of an output in which these references were found, between 0 and 1."""
+        if self.any_answer:
+            return float(bool(found))
+        return len(found) / len(self.references)
