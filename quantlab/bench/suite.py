@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quantlab.replay import Policy
 
 KINDS = (
-    ("scan", r"windowed_scan|conventional_scan|window_coefficients|store_kernel"),
+    ("scan", r"windowed_scan|conventional_scan|window_coefficients|store_copy_kernel"),
     ("attention", r"flash|fmha|attention"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("convolution", r"conv"),
