@@ -14,7 +14,7 @@ from quantlab.models.adapters import time_step_limit
 from quantlab.models.checkpoint import Checkpoint, weights_digest
 from quantlab.models.dispatch import original
 from quantlab.models.registry import Family
-from quantlab.models.source import Source
+from quantlab.models.source import Source, public_name
 
 if TYPE_CHECKING:
     from quantlab.models.loaded import LoadedModel
@@ -86,9 +86,8 @@ def set_time_step_limit(loaded: LoadedModel, limit: tuple[float, float]) -> None
 def source_identity(source: Source, checkpoint: Checkpoint) -> dict[str, Any]:
     """Where the weights came from and which they are."""
     return {
-        "name": source.name,
+        "name": public_name(source.name),
         "origin": source.origin,
-        "path": str(source.path),
         "hub_id": source.hub_id,
         "revision": source.revision,
         # A hub commit pins the bytes; a directory's bytes pin themselves.

@@ -53,6 +53,20 @@ def known_names() -> list[str]:
     return [*_zoo(), *PRESETS]
 
 
+def public_name(name: str) -> str:
+    """Name a model without saying where it lies on this machine.
+
+    A directory that is the zoo's is named as packaged, another one by its last part; what it holds
+    is known by the hash that is recorded beside it.
+    """
+    path = Path(name).expanduser()
+    if name in known_names() or not path.is_dir():
+        return name
+    path = path.resolve()
+    packaged = (own for own, entry in _zoo().items() if Path(entry.path).resolve() == path)
+    return next(packaged, path.name)
+
+
 def resolve(name: str) -> Source:
     """Say what a model name means, without touching the network or importing torch.
 

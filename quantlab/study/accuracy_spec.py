@@ -18,6 +18,7 @@ from quantlab.data.benchmarks.benchmark import (
 from quantlab.data.ruler import RULER, RulerItem, ruler_items, ruler_tasks
 from quantlab.data.tasks import EVALUATION_SEED, TASKS, Problem, task_named
 from quantlab.errors import RunError, UsageError
+from quantlab.models.source import public_name
 from quantlab.replay.policy import Policy, parse_policy
 
 SPEC_VERSION = 1
@@ -124,8 +125,9 @@ class EvalSpec:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; policies by their long names."""
+        """JSON values; policies by their long names, the model without where it lies."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["model"] = public_name(self.model)
         names = [str(policy) for policy in self.policies]
         return {**values, "policies": names, "tasks": list(self.tasks)}
 

@@ -66,6 +66,7 @@ def test_saved_checkpoint_loads_to_the_same_logits(family, tmp_path):
     assert m.family.model_type == family and m.activation_dtype == torch.float32
     assert torch.equal(forward.call(m.model, x).logits, forward.call(model, x).logits)
     assert m.identity["origin"] == "path" and m.identity["sha256"].startswith("sha256:")
+    assert "/" not in m.identity["name"] and "path" not in m.identity
     assert m.identity["dtype"] == "float32" and m.identity["op_implementation"]
     assert json.loads(json.dumps(m.identity, allow_nan=False)) == m.identity
     assert m.tokenizer is None

@@ -411,6 +411,16 @@ def test_spec_survives_json():
         EvalSpec.from_json({"policies": []})
 
 
+def test_a_run_says_no_path_of_the_machine(tmp_path):
+    from quantlab.models import zoo
+
+    packaged = EvalSpec(model=str(zoo.SHIPPED["tiny-gdn"].path), policies=())
+    assert packaged.to_json()["model"] == "tiny-gdn"
+    other = EvalSpec(model=str(tmp_path), policies=())
+    assert other.to_json()["model"] == tmp_path.name
+    assert EvalSpec(model="Qwen/Qwen3.5-4B", policies=()).to_json()["model"] == "Qwen/Qwen3.5-4B"
+
+
 def test_directories_of_other_runs(tmp_path):
     with pytest.raises(UsageError, match="no run"):
         load_eval(tmp_path)
