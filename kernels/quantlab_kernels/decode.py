@@ -16,6 +16,7 @@ BF16 records are kept as their bit patterns (int16).
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -33,8 +34,10 @@ from quantlab_kernels.compiling import launch
 from quantlab_kernels.decode_conventional import conventional_step_kernel
 from quantlab_kernels.decode_flush import replay_flush_kernel
 from quantlab_kernels.decode_flush_channels import replay_flush_channels_kernel
+from quantlab_kernels.decode_flush_weights import VECTORS, flush_weights_kernel
 from quantlab_kernels.decode_formats import put_states_kernel
 from quantlab_kernels.decode_launch import (
+    WEIGHTS_PER_SM,
     StepLaunch,
     TileLaunch,
     conventional_launch,
@@ -530,13 +533,24 @@ class LayerCache:
         # nothing is rounded where both copies are exact: only then may products fuse into sums
         exact = recur.fmt.is_exact and read.fmt.is_exact
         tensors, strides = self._sources(inputs, out)
-        block = max(16, triton.next_power_of_2(window))
+        records = [self.keys, self.values, self.written]
+        switches = {
+            "L": window,
+            "DK": recur.dk,
+            "DELTA": self.delta,
+            "HAS_DT": self.has_dt,
+            "REDERIVE": self.rederives,
+            "KEY_RECORD": self.key_record,
+        }
         if self.per_channel:
-            kernel, rest, width, shape = replay_flush_channels_kernel, [], row_width(recur), {}
+            kernel, rest, width = replay_flush_channels_kernel, [], row_width(recur)
+            records += [self.logs, self.strengths]
         else:
-            couples = torch.empty(grid * block * block, dtype=torch.float32, device=out.device)
-            kernel, rest, width = replay_flush_kernel, [couples], lanes_width(recur)
-            shape = {"BLOCK_L": block, "TILES": cut.tiles, "WARPS": cut.warps}
+            switches["BLOCK_L"] = max(16, triton.next_power_of_2(window))
+            rest = self._flush_weights(tensors, strides, plan, switches)
+            kernel, width = replay_flush_kernel, lanes_width(recur)
+            del tensors[3], strides[6:8]  # decays
+            switches |= {"TILES": cut.tiles, "WARPS": cut.warps}
         launch(
             kernel,
             (grid,),
@@ -547,11 +561,7 @@ class LayerCache:
             read.codes,
             read.scales,
             read.state_scale,
-            self.keys,
-            self.values,
-            self.written,
-            self.logs,
-            self.strengths,
+            *records,
             plan.lines,
             plan.counts,
             cursors.stream,
@@ -566,25 +576,56 @@ class LayerCache:
             recur.slot_states,
             read.slot_states,
             *strides,
-            L=window,
             BLOCK_V=cut.block_v,
-            DK=recur.dk,
             WIDTH=width,
-            DELTA=self.delta,
-            HAS_DT=self.has_dt,
-            REDERIVE=self.rederives,
             SEPARATE=self.policy.kind == "separate",
             FORMAT=recur.name,
             SR=recur.fmt.needs_words,
             READ_FORMAT=read.name,
             READ_SR=read.fmt.needs_words,
-            KEY_RECORD=self.key_record,
             WRITTEN_RECORD=self.written_record,
-            **shape,
+            **switches,
             num_warps=cut.warps,
             maxnreg=cut.registers,
             enable_fp_fusion=exact,
         )
+
+    def _flush_weights(
+        self, tensors: list[Tensor], strides: list[int], plan: Plan, switches: dict[str, Any]
+    ) -> list[Tensor]:
+        """Form what a flush knows without the states; returns it, in rooms of its own."""
+        q, k, _, log, strength, out = tensors
+        items, block = plan.capacity * self.recur.heads, switches["BLOCK_L"]
+        grid = programs(items, WEIGHTS_PER_SM, out.device)
+
+        def room(*shape: int, wanted: bool = True) -> Tensor:
+            return torch.empty(shape if wanted else 0, dtype=torch.float32, device=out.device)
+
+        couples = room(grid, block, block, wanted=self.rederives)
+        left = [room(items, VECTORS.value, block), room(items, block, block, wanted=self.rederives)]
+        launch(
+            flush_weights_kernel,
+            (grid,),
+            q,
+            k,
+            log,
+            strength,
+            self.keys,
+            self.logs,
+            self.strengths,
+            plan.lines,
+            plan.counts,
+            couples,
+            *left,
+            plan.capacity,
+            self.recur.heads,
+            self.key_heads,
+            *strides[:4],
+            *strides[6:10],
+            num_warps=1,
+            **switches,
+        )
+        return left
 
     def _conventional(self, inputs: OpInputs, plan: Plan, cursors: Cursors, out: Tensor) -> None:
         recur = self.recur

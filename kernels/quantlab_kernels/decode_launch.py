@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+WEIGHTS_PER_SM = 16
+"""Programs of one warp per multiprocessor that form what a flush knows without the states."""
 INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have: few, so that programs walk many items."""
 

@@ -322,21 +322,6 @@ def _parts(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def token_rows(q, k, DELTA: tl.constexpr):
-    """Split q and k, FP32 [N], into rows of BF16 parts [16, N]: 0 to 2 add up to q, 4 to 6 to k."""
-    place = tl.arange(0, 16)[:, None]
-    rows = tl.zeros([16, q.shape[0]], dtype=OPERAND)
-    of_q = bf16_parts(q, 3)
-    for p in tl.static_range(3):
-        rows = tl.where(place == p, of_q[p][None, :], rows)
-    if DELTA:
-        of_k = bf16_parts(k, 3)
-        for p in tl.static_range(3):
-            rows = tl.where(place == 4 + p, of_k[p][None, :], rows)
-    return rows
-
-
-@triton.jit
 def columns_of(q, k, FORMAT: tl.constexpr, DELTA: tl.constexpr):
     """Split two FP32 vectors [N] into the operand that meets 16-bit floats.
 
