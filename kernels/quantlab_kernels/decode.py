@@ -527,6 +527,7 @@ class LayerCache:
             dv=recur.dv,
             dk=recur.dk,
             per_channel=self.per_channel,
+            solves=self.rederives,
         )
         parts = -(-recur.dv // (cut.block_v * cut.tiles))
         grid = programs(plan.capacity * recur.heads * parts, cut.per_sm, inputs.v.device)

@@ -1,9 +1,10 @@
 """Launches of the decode kernels: one table, looked up by family, format and batch.
 
 Every entry says where it comes from. `origin="design"` is derived from the byte and instruction
-counts of reports/decisions/0001-decode-kernels.md and has not been measured; a measured entry names
-the run, whose figures are there. `python -m quantlab_kernels.decode_smoke` sweeps launches and
-prints the best of each.
+counts of reports/decisions/0001-decode-kernels.md and has not been measured; SWEEP is
+reports/performance/decode-launches.json: B = 256 on an H200, the shapes of Qwen3.5-4B,
+Nemotron-3-Super-120B and Nemotron-3-Nano-4B, every case compared with the stepwise cache.
+`python -m quantlab_kernels.decode_smoke` sweeps launches and prints the best of each.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import triton
 
 WEIGHTS_PER_SM = 16
 """Programs of one warp per multiprocessor that form what a flush knows without the states."""
+SWEEP = "H200, decode-launches.json"
+"""Origin of what was chosen by measurement."""
 INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have: few, so that programs walk many items."""
 
@@ -61,6 +64,19 @@ class TileLaunch:
     origin: str = "design"
 
 
+STEP_TILES: dict[str, tuple[int, int | None]] = {
+    "fp32": (64, 128),
+    "fp16": (64, None),
+    "bf16": (64, None),
+    "fp8": (64, None),
+    "nvfp4": (128, 80),
+    "int8": (128, None),
+    "int4": (128, None),
+}
+"""Rows of a step's tile and registers of a thread by the read copy's format, in a large batch."""
+MEASURED_STEPS = ("fp32", "fp16", "fp8", "nvfp4")
+
+
 def _power(n: int) -> int:
     return triton.next_power_of_2(n)
 
@@ -80,13 +96,19 @@ def step_launch(
         per_channel: decay per key channel.
     """
     unit = dv if per_channel else dv * (heads // key_heads)
-    block_v, registers = (64, 128) if fmt == "fp32" else (128, None)
+    block_v, registers = STEP_TILES[fmt]
     if rows * heads < 512:
         # too few heads to fill the device: small programs
         block_v = 16 if fmt == "fp32" else 32
-    block_v = min(block_v, _power(max(16, unit)))
-    warps = max(1, min(4, block_v // 16))
-    return StepLaunch(block_v=block_v, warps=warps, registers=registers)
+        registers = 128 if fmt == "fp32" else None
+    fits = min(block_v, _power(max(16, unit)))
+    measured = fits == STEP_TILES[fmt][0] and fmt in MEASURED_STEPS and not per_channel
+    return StepLaunch(
+        block_v=fits,
+        warps=max(1, min(4, fits // 16)),
+        registers=registers,
+        origin=SWEEP if measured else "design",
+    )
 
 
 def spanned_heads(block_v: int, *, dv: int, most: int) -> int:
@@ -104,8 +126,19 @@ def flush_launch(
     dv: int,
     dk: int,
     per_channel: bool = False,
+    solves: bool = False,
 ) -> TileLaunch:
-    """Choose the launch of a flush that stores copies in some formats."""
+    """Choose the launch of a flush.
+
+    Args:
+        formats: kernels' names of those of the copies that it stores.
+        rows: of the batch.
+        heads: value heads.
+        dv: value width.
+        dk: key width.
+        per_channel: decay per key channel.
+        solves: corrections are derived again.
+    """
     whole = max(16, _power(dv))
     warps = max(1, min(8, whole * dk // 2048))
     if per_channel:
@@ -116,17 +149,21 @@ def flush_launch(
     if "nvfp4" in formats:
         return TileLaunch(block_v=whole, warps=warps, per_sm=1)
     block_v = min(64, whole)
-    # a program meets the keys for a whole head, unless there are few
-    tiles = -(-dv // block_v) if rows * heads >= 512 else 1
-    # rounding to a scaled format as well takes more registers than three programs can have
-    few = any(name not in ("fp32", "fp16", "bf16") for name in formats)
+    large = rows * heads >= 512
+    tiles, per_sm, registers = 1, 6, 168
+    if any(name not in ("fp32", "fp16", "bf16") for name in formats):
+        # two tiles of a program share what the rounding to a scaled format holds; one spills
+        if large and dv % block_v == 0 and dv > block_v:
+            tiles, per_sm = dv // block_v, 3
+    elif solves and set(formats) == {"fp32"}:
+        return TileLaunch(block_v=block_v, warps=min(4, warps), per_sm=2, origin=SWEEP)
     return TileLaunch(
         block_v=block_v,
         tiles=tiles,
         warps=min(4, warps),
-        per_sm=2 if few else 3,
-        registers=None if few else 168,
-        origin="H200, second run",
+        per_sm=per_sm,
+        registers=registers,
+        origin=SWEEP if large else "design",
     )
 
 

@@ -282,6 +282,7 @@ def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[Til
         dv=shape.dv,
         dk=shape.dk,
         per_channel=shape.per_channel,
+        solves=shape.delta,
     )
     if "nvfp4" in formats:
         tries = [first, replace(first, per_sm=2, registers=128)]
@@ -289,6 +290,7 @@ def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[Til
         tries = [
             first,
             replace(first, per_sm=3, registers=168),
+            replace(first, per_sm=6, registers=168),
             replace(first, per_sm=2, registers=None),
             replace(first, per_sm=4, registers=128),
             replace(first, tiles=1),

@@ -235,7 +235,10 @@ class Trial:
         sizes = {"rows": rows, "heads": recur.heads, "dv": recur.dv, "dk": recur.dk}
         self.cache.whole_cut = conventional_launch(recur.name, **sizes)
         self.cache.flush_cut = flush_launch(
-            (recur.name, read.name), per_channel=self.cache.per_channel, **sizes
+            (recur.name, read.name),
+            per_channel=self.cache.per_channel,
+            solves=self.cache.rederives,
+            **sizes,
         )
         self.cache.step_cut = step_launch(
             read.name,
