@@ -62,10 +62,10 @@ def _group_scales(size_bits, FORMAT: tl.constexpr, SHARE: tl.constexpr):
     """
     GROUPS: tl.constexpr = size_bits.shape[0]
     if SHARE == 1:
-        stored, state, used = scales_of(size_bits, FORMAT)
+        stored, state, used = scales_of(size_bits, FORMAT, FUSED=False)
     else:
         shared_bits = tl.max(tl.reshape(size_bits, [GROUPS // SHARE, SHARE]), axis=1)
-        stored, state, used = scales_of(shared_bits, FORMAT)
+        stored, state, used = scales_of(shared_bits, FORMAT, FUSED=False)
         used = tl.broadcast_to(used[:, None], [GROUPS // SHARE, SHARE])
         used = tl.reshape(used, [GROUPS])
     return stored, state, used
@@ -160,7 +160,7 @@ def encode_kernel(
         if BITS == 16:
             codes = unscaled_codes(x, words, FORMAT, SR)
         else:
-            magnitude = scaled_elements(x, used, words, FORMAT, SR)
+            magnitude = scaled_elements(x, used, words, FORMAT, SR, FUSED=False)
             codes = scaled_codes(magnitude, x, (used != used)[:, None], FORMAT)
         if WHOLE and BITS == 16:
             packed = packed + packed_halves(codes)

@@ -14,15 +14,18 @@ reciprocals are off by at most 2**-54 so that fl64(a r) is exact (tests/kernels/
 and otherwise off by one step of 2**-149 at most, which no rounding to an element sees, unless the
 step is the one from zero, in one draw of 2**32.
 
-Where elements are many and conversions to FP64 are what binds (16 a clock of a multiprocessor, FP32
-operations 128), `quotient` divides by Newton's and Markstein's steps in FP32 with fused products,
-again correctly rounded. With the divisor scaled to d in [1, 2), two Newton steps from any estimate
-within 2 ulp give r = 1 / d correctly rounded for all 2**23 significands but the largest, which the
-maximum below mends (tests/kernels/test_division.py tries them all). An estimate q of x / d and its
-exact rest e = x - q d then give q + e r: the first time within 2**-22 ulp before it is rounded, so
-faithful, the second time correctly rounded (Markstein 1990, theorem 4.1). Results below 2**-126 may
-be off by a step, as above. The interpreter, which fuses nothing, divides by the FP64 reciprocal:
-the same bits.
+Casts divide so: they are faster than with what follows, 1.01 of a copy against 0.94 (nearest
+FP8), 0.89 against 0.69 (NVFP4), 1.02 against 0.87 (INT4), by 6 to 14 % stochastic (reports/LOG.md).
+The scan and decode steps that store have few warps to hide conversions behind (16 a clock of a
+multiprocessor, FP32 operations 128); there `quotient` divides FUSED, by Newton's and Markstein's
+steps in FP32 with fused products, again correctly rounded; the two have not been compared there.
+With the divisor scaled to d in [1, 2), two Newton steps from any estimate within 2 ulp give
+r = 1 / d correctly rounded for all 2**23 significands but the largest, which the maximum below
+mends (tests/kernels/test_division.py tries them all). An estimate q of x / d and its exact rest
+e = x - q d then give q + e r: the first time within 2**-22 ulp before it is rounded, so faithful,
+the second time correctly rounded (Markstein 1990, theorem 4.1). Results below 2**-126 may be off
+by a step, as above. The interpreter, which fuses nothing, divides by the FP64 reciprocal: the
+same bits.
 
 Source: Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor",
 IBM J. Res. Dev. 34(1), section on division.
@@ -50,13 +53,17 @@ LEAST_RECIPROCAL = tl.constexpr(0.5 + 2.0**-24)  # 1 / d of the largest d below 
 
 
 @triton.jit
-def divisor(d):
+def divisor(d, FUSED: tl.constexpr):
     """Prepare to divide by FP32 d >= 0; by 0 everything is 0.
+
+    Args:
+        d: the divisor.
+        FUSED: by FP32 steps rather than through FP64.
 
     Returns:
         what `quotient` takes: a power of two, d times it, and the reciprocal of that.
     """
-    if INTERPRETED:
+    if INTERPRETED or not FUSED:
         return d, d, tl.where(d == 0.0, 0.0, reciprocal(d))
     else:
         # 2**(-e), and 2**127 and 2**-126 at the ends of the range
@@ -75,9 +82,9 @@ def divisor(d):
 
 
 @triton.jit
-def quotient(x, shift, scaled, inverse):
-    """Divide FP32 x by a prepared `divisor`, rounded to nearest even."""
-    if INTERPRETED:
+def quotient(x, shift, scaled, inverse, FUSED: tl.constexpr):
+    """Divide FP32 x by a prepared `divisor`, rounded to nearest even; FUSED as there."""
+    if INTERPRETED or not FUSED:
         return divide(x, inverse)
     else:
         x = x * shift

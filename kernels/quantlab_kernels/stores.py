@@ -93,13 +93,14 @@ def _plain_scale(amax, QMAX: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
-def scales_of(size_bits, FORMAT: tl.constexpr):
+def scales_of(size_bits, FORMAT: tl.constexpr, FUSED: tl.constexpr = True):
     """Find the scales of blocks from the bits of their largest magnitudes.
 
     Args:
         size_bits: int32 [blocks], bits of the largest magnitude, above those of inf with a NaN; for
             NVFP4 all the blocks of a state, padded by zeros.
         FORMAT: "fp8", "nvfp4", "int8", "int6" or "int4".
+        FUSED: how it divides (division.py).
 
     Returns:
         stored: FP32 [blocks], values of the scale's type; NaN for a block with a NaN or an inf.
@@ -110,7 +111,7 @@ def scales_of(size_bits, FORMAT: tl.constexpr):
         state = state_scale(largest_sound(size_bits))
     else:
         state = tl.full((), 1.0, tl.float32)
-    stored, used = block_scales(size_bits, state, FORMAT)
+    stored, used = block_scales(size_bits, state, FORMAT, FUSED)
     return stored, state, used
 
 
@@ -128,12 +129,12 @@ def state_scale(largest_bits):
 
 
 @triton.jit
-def block_scales(size_bits, state, FORMAT: tl.constexpr):
+def block_scales(size_bits, state, FORMAT: tl.constexpr, FUSED: tl.constexpr = True):
     """Find what `scales_of` does of some of a state's blocks: stored and used scales."""
     amax = size_bits.to(tl.float32, bitcast=True)
     if FORMAT == "nvfp4":
-        shift, scaled, inverse = divisor(state)
-        y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, scaled, inverse)
+        shift, scaled, inverse = divisor(state, FUSED)
+        y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, scaled, inverse, FUSED)
         y = tl.minimum(y, E4M3_MAX)
         stored = round_magnitude(y, y, 3, -6, False)
     elif FORMAT == "fp8":
@@ -150,7 +151,9 @@ def block_scales(size_bits, state, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr):
+def scaled_elements(
+    blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr, FUSED: tl.constexpr = True
+):
     """Round blocks [blocks, B] divided by their scales to elements, without their signs.
 
     Returns:
@@ -158,10 +161,10 @@ def scaled_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
         that have no NaN.
     """
     # a scale that underflowed makes a zero block
-    shift, scaled, inverse = divisor(used)
+    shift, scaled, inverse = divisor(used, FUSED)
     # NaN in poisoned blocks, and the least of NaN and a limit is the limit (on GPUs and under the
     # interpreter, but for that of Triton 3.6)
-    m = tl.abs(quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None]))
+    m = tl.abs(quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED))
     good = used == used
     if FORMAT == "nvfp4":
         m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])
