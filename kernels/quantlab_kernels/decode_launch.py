@@ -2,7 +2,7 @@
 
 Every entry says where it comes from. `origin="design"` is derived from the byte and instruction
 counts of reports/decisions/0001-decode-kernels.md and has not been measured; SWEEP is
-reports/performance/decode-launches.json: B = 256 on an H200, the shapes of Qwen3.5-4B,
+reports/performance/launches/decode.json: B = 256 on an H200, the shapes of Qwen3.5-4B,
 Nemotron-3-Super-120B and Nemotron-3-Nano-4B, every case compared with the stepwise cache.
 `python -m quantlab_kernels.decode_smoke` sweeps launches and prints the best of each.
 """
@@ -14,7 +14,7 @@ import triton
 
 WEIGHTS_PER_SM = 16
 """Programs of one warp per multiprocessor that form what a flush knows without the states."""
-SWEEP = "H200, decode-launches.json"
+SWEEP = "H200, launches/decode.json"
 """Origin of what was chosen by measurement."""
 INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have: few, so that programs walk many items."""
