@@ -212,7 +212,7 @@ def scan_launch() -> type[Any]:
         MissingAsset: Triton is not installed.
     """
     with _triton("the scan on a GPU", "choose implementation='torch' to run the slower one"):
-        from quantlab_kernels.scan import ScanLaunch
+        from quantlab_kernels.scan_launch import ScanLaunch
     launch: type[Any] = ScanLaunch
     return launch
 

@@ -24,7 +24,7 @@ from quantlab.replay.policy import Policy
 from quantlab.replay.scan import WindowedScan
 from quantlab_kernels.conventional import conventional_scan, conventional_scan_kernel
 from quantlab_kernels.copies import Copy, store_copy
-from quantlab_kernels.scan import MAX_WINDOW, ScanLaunch, windowed_scan
+from quantlab_kernels.scan_launch import MAX_WINDOW, ScanLaunch, windowed_scan
 from quantlab_kernels.stores import store_kind
 
 _STEP_FIELDS = ("q", "k", "v", "log_decay", "beta", "dt")
