@@ -50,7 +50,7 @@ def estimate(spec: KlSpec, backend: Backend | None = None) -> dict[str, Any]:
         "measured_positions": len(positions),
         "rows_of_results": len(positions) * len(spec.policies) * len(streams.streams),
         "device": spec.device,
-        "seconds": round(trial(m, spec, plan, streams.tokens, backend), 1),
+        "seconds": round(trial(m, spec, plan, streams.tokens, backend), 3),
     }
 
 
