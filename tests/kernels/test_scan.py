@@ -32,7 +32,8 @@ OUTPUT = 3e-6
 # (FP16) up, small elements more often. Measured up to 4e-4. Mutant: any wrong draw flips a third.
 FLIPS = 2e-3
 # Likewise for FP16 records of corrections: a flipped record moves later outputs of its window and
-# the fold by 5e-4 of one correction, and with it a row of a stored FP16 state.
+# the fold by 5e-4 of one correction. It moves a whole row of the state, which those outputs name:
+# in all other rows the share of flipped codes is that without records.
 FLIPPED_RECORDS = 0.02
 
 STREAMS = torch.tensor([3, 8])
@@ -74,32 +75,32 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).abs() > 1e-5 * torch.maximum(a.abs(), b.abs())).float().mean())
 
 
-def check_stored(a: torch.Tensor, b: torch.Tensor, fmt: Format, share: float) -> None:
+def check_stored(a: torch.Tensor, b: torch.Tensor, fmt: Format, moved: torch.Tensor) -> None:
+    """Compare stored values [rows, heads, dv, dk], but for rows [rows, heads, dv] that moved."""
     if fmt.is_exact:
         assert relative(a, b) < OUTPUT
     else:
-        assert differing(a, b) < share
+        assert differing(a[~moved], b[~moved]) < FLIPS
 
 
 def check_windows(policy: Policy, inputs: OpInputs, windows: int, rounded: bool = False) -> None:
     """Run windows of one stream, each from the reference's stored copies."""
     ours, reference = started([policy], inputs, STREAMS[: inputs.n_rows])
-    share = FLIPPED_RECORDS if rounded else FLIPS
     for window in range(windows):
         start = PROMPT + window * policy.window
         piece = inputs.slice(start, start + policy.window)
         o, expected = ours(on_device(piece)).cpu(), reference(piece)
         assert o.shape == expected.shape and o.isfinite().all()
+        off = (o - expected).abs() > OUTPUT * expected.abs().max()
         if rounded:
-            off = (o - expected).abs() > OUTPUT * expected.abs().max()
             assert off.float().mean() < FLIPPED_RECORDS
             assert relative(o, expected) < 1e-3
         else:
             assert relative(o, expected) < OUTPUT
-        check_stored(ours.state().cpu(), reference.state(), policy.recur, share)
+        check_stored(ours.state().cpu(), reference.state(), policy.recur, off.any(1))
         if policy.kind == "separate":
             read = reference.carried.groups[0].lanes[0].read
-            check_stored(ours.groups[0].read.cpu(), read, policy.read, share)
+            check_stored(ours.groups[0].read.cpu(), read, policy.read, off.any(1))
         restart(ours, reference)
     assert torch.equal(ours.diverged_at.cpu(), reference.diverged_at)
 
