@@ -14,8 +14,8 @@ reciprocals are off by at most 2**-54 so that fl64(a r) is exact (tests/kernels/
 and otherwise off by one step of 2**-149 at most, which no rounding to an element sees, unless the
 step is the one from zero, in one draw of 2**32.
 
-Casts divide so: they are faster than with what follows, 1.01 of a copy against 0.94 (nearest
-FP8), 0.89 against 0.69 (NVFP4), 1.02 against 0.87 (INT4), by 6 to 14 % stochastic (reports/LOG.md).
+Casts divide so: between two runs nearest NVFP4 was at 0.89 of a copy with it and 0.69 with what
+follows, INT4 at 1.02 and 0.87, stochastic FP8 at 0.58 and 0.50 (reports/performance/README.md).
 The scan and decode steps that store have few warps to hide conversions behind (16 a clock of a
 multiprocessor, FP32 operations 128); there `quotient` divides FUSED, by Newton's and Markstein's
 steps in FP32 with fused products, again correctly rounded; the two have not been compared there.

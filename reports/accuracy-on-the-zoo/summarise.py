@@ -34,8 +34,9 @@ Changes are paired by question and draw; errors are clustered by question. Bins 
 output length in a further FP32 run with noise of its own. `FP32 repeated` is the reference once
 more: what changes by itself on the machine.
 
-Both runs had an H200 each to themselves, at d553bf5. `tiny-reasoner-mamba2` is right on 99.9 % at
-temperature 1, so its sampling is heated.
+Both runs had an H200 each, at d553bf5, and shared it for their first two minutes with the small
+runs below and with kernels being compiled. `tiny-reasoner-mamba2` is right on 99.9 % at temperature
+1, so its sampling is heated.
 
 Answers do not depend on the batch, on a GPU as on a CPU: `quantlab eval --model tiny-reasoner-gdn
 --task chain --task recall --suite replayssm --temperature 1 --top-p 0.95 --limit 4 --repetitions 1
