@@ -17,7 +17,7 @@ from quantlab_kernels.cuts import lane_rows
 from quantlab_kernels.draws import COPY_STRIDE, lane_channels
 from quantlab_kernels.folded import sizes_of, store_part, whole_scale
 from quantlab_kernels.held import held_as, store_factor
-from quantlab_kernels.stores import signed_seed, store_kind, tile_shape
+from quantlab_kernels.stores import signed_seed, store_kind, tile_shape, tile_warps
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def store_copy(
         PARTIAL=applies is not None,
         HELD=held,
         FACTORED=factored,
-        num_warps=min(16, max(4, block_v * block_k // 2048)),
+        num_warps=tile_warps(block_v, block_k),
         enable_fp_fusion=False,
     )
     return out

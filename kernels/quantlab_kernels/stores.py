@@ -11,16 +11,14 @@ Not covered: scales in other types, other tiles (`store_kind` refuses them).
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quantlab.formats import Format
 from quantlab.formats.block_scale import scale_cap
 from quantlab.formats.scale import SCALE_TYPES
 from quantlab_kernels.division import divide, divisor, quotient
-from quantlab_kernels.draws import COPY_STRIDE, tile_words
+from quantlab_kernels.draws import tile_words
 from quantlab_kernels.rounding import (
     E2M1_MAX,
     E4M3_MAX,
@@ -245,50 +243,6 @@ def store_and_load(
         return _store_scaled(x, words, FORMAT, SR)
 
 
-@triton.jit(do_not_specialize=["seed", "layer_copy", "flush"])
-def store_kernel(
-    x_ptr,
-    out_ptr,
-    streams_ptr,
-    seed,
-    layer_copy,
-    flush,
-    heads,
-    dv,
-    dk,
-    FORMAT: tl.constexpr,
-    SR: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    QUADS: tl.constexpr,
-):
-    """One program per (head, row): its whole state, so that a state scale needs no second pass."""
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    value = tl.arange(0, BLOCK_V)
-    channel = tl.arange(0, BLOCK_K)
-    mask = (value < dv)[:, None] & (channel < dk)[None, :]
-    start = (row.to(tl.int64) * heads + head) * dv * dk
-    place = start + value[:, None] * dk + channel[None, :]
-    x = tl.load(x_ptr + place, mask=mask, other=0.0)
-    stream = tl.load(streams_ptr + row)
-    y = store_and_load(
-        x,
-        seed,
-        layer_copy,
-        stream,
-        flush,
-        head * dv * dk,
-        dk,
-        FORMAT,
-        SR,
-        BLOCK_V,
-        BLOCK_K,
-        QUADS,
-    )
-    tl.store(out_ptr + place, y, mask=mask)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
     """A format as the kernels know it.
@@ -330,45 +284,3 @@ def tile_warps(block_v: int, block_k: int) -> int:
 def signed_seed(seed: int) -> int:
     """Return the int64 with the bits of a 64-bit seed."""
     return (seed & 0xFFFFFFFFFFFFFFFF) - ((seed & (1 << 63)) << 1)
-
-
-def store_states(
-    x: Tensor, fmt: Format, *, seed: int, layer: int, copy: int, streams: Tensor, flush: int
-) -> Tensor:
-    """Store states and load them again, with the random words of `quantlab.formats.philox`.
-
-    Args:
-        x: [rows, H, dv, dk] FP32, contiguous.
-        fmt: the format.
-        seed: 64-bit seed.
-        layer: ordinal of the recurrent layer.
-        copy: 0 recurrence or shared, 1 read.
-        streams: int64 [rows] global stream ids.
-        flush: number of the store.
-
-    Returns:
-        [rows, H, dv, dk] FP32, bit for bit `quantlab.formats.quantize`.
-    """
-    rows, heads, dv, dk = x.shape
-    kind = store_kind(fmt)
-    block_v, block_k = tile_shape(dv, dk)
-    out = torch.empty_like(x)
-    store_kernel[(heads, rows)](
-        x,
-        out,
-        streams,
-        signed_seed(seed),
-        layer + copy * COPY_STRIDE.value,
-        flush,
-        heads,
-        dv,
-        dk,
-        FORMAT=kind.name,
-        SR=kind.sr,
-        BLOCK_V=block_v,
-        BLOCK_K=block_k,
-        QUADS=dk % 4 == 0,
-        num_warps=tile_warps(block_v, block_k),
-        enable_fp_fusion=False,
-    )
-    return out

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from quantlab.formats import parse_format, quantize
 from quantlab.formats.philox import sr_words
 from tests.kernels.device import DEVICE, MARKS
 
-from quantlab_kernels.stores import STORE_NAMES, store_kind, store_states  # isort: skip
+from quantlab_kernels.draws import COPY_STRIDE  # isort: skip
+from quantlab_kernels.stores import (  # isort: skip
+    STORE_NAMES,
+    signed_seed,
+    store_and_load,
+    store_kind,
+    tile_shape,
+    tile_warps,
+)
 
 pytestmark = MARKS
 
@@ -23,15 +33,72 @@ STREAMS = torch.tensor([5, 2**31 + 7])
 SEED = -123456789012345
 
 
+@triton.jit(do_not_specialize=["seed", "layer_copy", "flush"])
+def store_kernel(
+    x_ptr,
+    out_ptr,
+    streams_ptr,
+    seed,
+    layer_copy,
+    flush,
+    heads,
+    dv,
+    dk,
+    FORMAT: tl.constexpr,
+    SR: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    """One program per (head, row): its whole state, so that a state scale needs no second pass."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    value = tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, BLOCK_K)
+    mask = (value < dv)[:, None] & (channel < dk)[None, :]
+    start = (row.to(tl.int64) * heads + head) * dv * dk
+    place = start + value[:, None] * dk + channel[None, :]
+    x = tl.load(x_ptr + place, mask=mask, other=0.0)
+    stream = tl.load(streams_ptr + row)
+    y = store_and_load(
+        x,
+        seed,
+        layer_copy,
+        stream,
+        flush,
+        head * dv * dk,
+        dk,
+        FORMAT,
+        SR,
+        BLOCK_V,
+        BLOCK_K,
+        QUADS,
+    )
+    tl.store(out_ptr + place, y, mask=mask)
+
+
 def stored(x: torch.Tensor, name: str, streams: torch.Tensor = STREAMS) -> torch.Tensor:
-    out = store_states(
-        x.to(DEVICE),
-        parse_format(name),
-        seed=SEED,
-        layer=3,
-        copy=1,
-        streams=streams.to(DEVICE),
-        flush=9,
+    rows, heads, dv, dk = x.shape
+    kind, x = store_kind(parse_format(name)), x.to(DEVICE)
+    block_v, block_k = tile_shape(dv, dk)
+    out = torch.empty_like(x)
+    store_kernel[(heads, rows)](
+        x,
+        out,
+        streams.to(DEVICE),
+        signed_seed(SEED),
+        3 + COPY_STRIDE.value,
+        9,
+        heads,
+        dv,
+        dk,
+        FORMAT=kind.name,
+        SR=kind.sr,
+        BLOCK_V=block_v,
+        BLOCK_K=block_k,
+        QUADS=dk % 4 == 0,
+        num_warps=tile_warps(block_v, block_k),
+        enable_fp_fusion=False,
     )
     return out.cpu()
 
