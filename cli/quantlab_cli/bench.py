@@ -296,17 +296,23 @@ def _report(
     quick = common["quick"]
     if quick:
         click.echo(SELF_TEST)
-    done = []
-    for row in rows:
-        figures = "  ".join(f"{key} {value:.4g}" for key, value in row.values.items())
-        click.echo(f"{row.name:34s} {figures or f'{row.status}: {row.reason}'}")
-        sys.stdout.flush()
-        done.append(row)
-    command = shlex.join(["quantlab", *(ctx.obj or ())])
-    sizes = sizes | {"repeats": bench_.repeats}
-    result = new_result(name, done, device=str(bench_.device), command=command, sizes=sizes)
-    result = replace(result, measurement=result.measurement and not quick)
-    write_result(result, common["out"] or Path(f"{name}.json"))
+    done: list[Row] = []
+    stopped = True
+    try:
+        for row in rows:
+            figures = "  ".join(f"{key} {value:.4g}" for key, value in row.values.items())
+            click.echo(f"{row.name:34s} {figures or f'{row.status}: {row.reason}'}")
+            sys.stdout.flush()
+            done.append(row)
+        stopped = False
+    finally:
+        # an interrupted benchmark keeps its rows: the file says that there should be more
+        command = shlex.join(["quantlab", *(ctx.obj or ())])
+        sizes = sizes | {"repeats": bench_.repeats} | ({"stopped": True} if stopped else {})
+        result = new_result(name, done, device=str(bench_.device), command=command, sizes=sizes)
+        result = replace(result, measurement=result.measurement and not quick)
+        if done:
+            write_result(result, common["out"] or Path(f"{name}.json"))
     if quick:
         click.echo(SELF_TEST)
     echo_json(result.document())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,36 @@ def test_a_refused_row_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("quantlab.bench.casts.bench_casts", lambda *_, **__: iter(rows))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert main(["bench", "casts", "--quick", "--out", str(tmp_path / "c.json")]) == 1
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(name="copy", values={"tb_per_s": 1.0})
+
+    def killed(*_: object, **__: object) -> Iterator[Row]:
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantlab.bench.casts.bench_casts", killed)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = tmp_path / "casts.json"
+    assert main(["bench", "casts", "--quick", "--out", str(out)]) == 130
+    assert read_result(out).rows == (row,)
+    assert read_result(out).sizes["stopped"] is True
+
+
+def test_an_interrupted_run_without_rows_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> Iterator[Row]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("quantlab.bench.casts.bench_casts", killed)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = tmp_path / "casts.json"
+    out.write_text("before")
+    assert main(["bench", "casts", "--quick", "--out", str(out)]) == 130
+    assert out.read_text() == "before"
 
 
 def test_a_cpu_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
