@@ -61,7 +61,8 @@ def divisor(d, FUSED: tl.constexpr):
         FUSED: by FP32 steps rather than through FP64.
 
     Returns:
-        what `quotient` takes: a power of two, d times it, and the reciprocal of that.
+        what `quotient` takes: a power of two, minus d times it (of a number negated in a product
+        it would be formed once an element), and the reciprocal of d times it.
     """
     if INTERPRETED or not FUSED:
         return d, d, tl.where(d == 0.0, 0.0, reciprocal(d))
@@ -78,16 +79,16 @@ def divisor(d, FUSED: tl.constexpr):
         r = tl.fma(tl.fma(-scaled, r, 1.0), r, r)
         r = tl.where(scaled < 2.0, tl.maximum(r, LEAST_RECIPROCAL), r)
         # by zero: the shift must be 0 too, or 2**127 x is inf and its quotient NaN
-        return tl.where(d == 0.0, 0.0, shift), scaled, tl.where(d == 0.0, 0.0, r)
+        return tl.where(d == 0.0, 0.0, shift), -scaled, tl.where(d == 0.0, 0.0, r)
 
 
 @triton.jit
-def quotient(x, shift, scaled, inverse, FUSED: tl.constexpr):
+def quotient(x, shift, minus, inverse, FUSED: tl.constexpr):
     """Divide FP32 x by a prepared `divisor`, rounded to nearest even; FUSED as there."""
     if INTERPRETED or not FUSED:
         return divide(x, inverse)
     else:
         x = x * shift
         q = x * inverse
-        q = tl.fma(tl.fma(-q, scaled, x), inverse, q)
-        return tl.fma(tl.fma(-q, scaled, x), inverse, q)
+        q = tl.fma(tl.fma(q, minus, x), inverse, q)
+        return tl.fma(tl.fma(q, minus, x), inverse, q)
