@@ -36,6 +36,7 @@ from quantlab_kernels.codes import (
     scaled_codes,
     unscaled_codes,
 )
+from quantlab_kernels.drawn import UNSEEN, drawn_scaled_codes
 from quantlab_kernels.draws import COPY_STRIDE, quad_words, single_words
 from quantlab_kernels.rounding import largest_size
 from quantlab_kernels.stores import (
@@ -159,6 +160,8 @@ def encode_kernel(
                 words = single_words(seed, layer_copy, stream, flush, element)
         if BITS == 16:
             codes = unscaled_codes(x, words, FORMAT, SR)
+        elif SR:
+            codes = drawn_scaled_codes(x, used, words, FORMAT)
         else:
             magnitude = scaled_elements(x, used, words, FORMAT, SR, FUSED=False)
             codes = scaled_codes(magnitude, x, (used != used)[:, None], FORMAT)
@@ -167,8 +170,9 @@ def encode_kernel(
         elif WHOLE:
             number, last = packed_codes(codes, BITS)
             packed = packed + (number.to(tl.int32, bitcast=True),)  # noqa: RUF005
-            if FORMAT == "nvfp4":
-                after = (last >> 16).to(tl.int32) & 1  # likewise 0, once these codes are formed
+            if FORMAT == "nvfp4" and SR:
+                # likewise 0, once these codes are formed
+                after = (last >> UNSEEN).to(tl.int32) & 1
         elif BITS == 4:
             pair = packed_pairs(codes)
             byte = (group_of_row * QUADS + q)[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -201,15 +205,16 @@ class TileLaunch:
     Attributes:
         elements: padded elements of a program's tile, unless it holds a whole state.
         warps: warps of a program.
-        state_warps: warps of a program that holds a state of 128 x 128; fewer for smaller states.
-        state_registers: most registers of a lane then, so that two programs fit a multiprocessor:
-            one loads while the other computes.
+        state_warps: warps of a program that holds a state of 128 x 128; of other states in
+            proportion, so that a lane holds as many values.
+        state_registers: most registers of a lane then, so that two programs of 128 x 128 fit a
+            multiprocessor: one loads while the other computes.
     """
 
     elements: int = 4096
     warps: int = 4
-    state_warps: int = 8
-    state_registers: int = 128
+    state_warps: int = 16
+    state_registers: int = 64
 
     def tile(self, dv: int, dk: int) -> tuple[int, int]:
         """Find the padded rows and columns of a tile."""
@@ -228,20 +233,21 @@ class TileLaunch:
                 f"a state scale needs the whole state in one program: {dv} x {dk} is too large "
                 "(32,768 elements at most); use quantlab.formats.encode"
             )
-        return block_v, block_k, min(self.state_warps, max(1, block_v * block_k // 1024))
+        warps = self.state_warps * block_v * block_k // (128 * 128)
+        return block_v, block_k, min(32, max(1, warps))
 
 
 ENCODE_LAUNCHES = {
     ("fp16", False): TileLaunch(elements=2048, warps=8),
     ("bf16", False): TileLaunch(elements=2048, warps=8),
-    ("nvfp4", False): TileLaunch(state_warps=16, state_registers=64),
     ("fp16", True): TileLaunch(elements=1024, warps=2),
     ("bf16", True): TileLaunch(elements=2048),
     ("fp8", True): TileLaunch(elements=2048, warps=2),
 }
 """Launch of a cast by FORMAT and SR, where it is not TileLaunch().
 
-The fastest of a sweep of 2**28 elements on an H200 (`quantlab bench casts --sweep` measures it).
+The fastest of sweeps of 2**28 elements on an H200 (`quantlab bench casts --sweep` measures them);
+the last is reports/performance/launches/casts.json.
 """
 DECODE_LAUNCHES = {
     "fp16": TileLaunch(elements=1024),

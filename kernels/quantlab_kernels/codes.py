@@ -10,12 +10,12 @@ Reference: quantlab.formats.codes.
 import triton
 import triton.language as tl
 
+from quantlab_kernels.drawn import drawn_fp16_codes
 from quantlab_kernels.rounding import (
     INF_BITS,
     SIGN_BIT,
     abs_bits,
     round_bf16,
-    round_fp16,
     with_sign_of,
 )
 
@@ -100,7 +100,10 @@ def scaled_values(codes, FORMAT: tl.constexpr):
 def unscaled_codes(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
     """Round FP32 values to FP16 or BF16 and encode them: int32, right in the low 16 bits."""
     if FORMAT == "fp16":
-        rounded = round_fp16(x, words, SR).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        if SR:
+            rounded = drawn_fp16_codes(x, words)
+        else:
+            rounded = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(x == x, rounded, FP16_NAN)
     else:
         rounded = round_bf16(x, words, SR).to(tl.int32, bitcast=True) >> 16
