@@ -29,18 +29,17 @@ from triton.runtime.jit import JITFunction
 from quantlab.formats import Format
 from quantlab.formats.stored import StoredStates
 from quantlab_kernels.codes import (
+    block_codes,
     e4m3_size_codes,
     packed_codes,
     packed_halves,
     packed_pairs,
-    scaled_codes,
     unscaled_codes,
 )
-from quantlab_kernels.drawn import UNSEEN, drawn_scaled_codes
+from quantlab_kernels.drawn import UNSEEN
 from quantlab_kernels.draws import COPY_STRIDE, quad_words, single_words
 from quantlab_kernels.rounding import largest_size
 from quantlab_kernels.stores import (
-    scaled_elements,
     scales_of,
     signed_seed,
     store_kind,
@@ -160,11 +159,8 @@ def encode_kernel(
                 words = single_words(seed, layer_copy, stream, flush, element)
         if BITS == 16:
             codes = unscaled_codes(x, words, FORMAT, SR)
-        elif SR:
-            codes = drawn_scaled_codes(x, used, words, FORMAT)
         else:
-            magnitude = scaled_elements(x, used, words, FORMAT, SR, FUSED=False)
-            codes = scaled_codes(magnitude, x, (used != used)[:, None], FORMAT)
+            codes = block_codes(x, used, words, FORMAT, SR, FUSED=False)
         if WHOLE and BITS == 16:
             packed = packed + packed_halves(codes)
         elif WHOLE:

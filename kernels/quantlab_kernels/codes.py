@@ -10,7 +10,7 @@ Reference: quantlab.formats.codes.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.drawn import drawn_fp16_codes
+from quantlab_kernels.drawn import drawn_fp16, drawn_scaled_codes
 from quantlab_kernels.rounding import (
     INF_BITS,
     SIGN_BIT,
@@ -18,6 +18,7 @@ from quantlab_kernels.rounding import (
     round_bf16,
     with_sign_of,
 )
+from quantlab_kernels.stores import scaled_elements
 
 FP16_NAN = tl.constexpr(0x7E00)
 BF16_NAN = tl.constexpr(0x7FC0)
@@ -74,6 +75,22 @@ def scaled_codes(magnitude, x, bad, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def block_codes(
+    blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr, FUSED: tl.constexpr = True
+):
+    """Divide blocks [blocks, B] by their scales [blocks], round and encode as `scaled_codes` does.
+
+    The arguments are those of `stores.scaled_elements`; of NVFP4, codes are without meaning below
+    their four bits: see `drawn.drawn_scaled_codes`.
+    """
+    if SR:
+        return drawn_scaled_codes(blocks, used, words, FORMAT, FUSED)
+    else:
+        magnitude = scaled_elements(blocks, used, words, FORMAT, SR, FUSED)
+        return scaled_codes(magnitude, blocks, (used != used)[:, None], FORMAT)
+
+
+@triton.jit
 def scaled_values(codes, FORMAT: tl.constexpr):
     """Decode elements of scaled formats: FP32.
 
@@ -100,10 +117,8 @@ def scaled_values(codes, FORMAT: tl.constexpr):
 def unscaled_codes(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
     """Round FP32 values to FP16 or BF16 and encode them: int32, right in the low 16 bits."""
     if FORMAT == "fp16":
-        if SR:
-            rounded = drawn_fp16_codes(x, words)
-        else:
-            rounded = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        rounded = drawn_fp16(x, words) if SR else x.to(tl.float16)
+        rounded = rounded.to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(x == x, rounded, FP16_NAN)
     else:
         rounded = round_bf16(x, words, SR).to(tl.int32, bitcast=True) >> 16

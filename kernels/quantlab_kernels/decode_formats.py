@@ -21,16 +21,23 @@ import triton
 import triton.language as tl
 
 from quantlab_kernels.codes import (
+    block_codes,
     e4m3_size_codes,
     e4m3_size_values,
-    scaled_codes,
     scaled_values,
     unpacked_pairs,
 )
 from quantlab_kernels.decode_products import fetched_rows
+from quantlab_kernels.drawn import drawn_fp16
 from quantlab_kernels.draws import quad_words
-from quantlab_kernels.rounding import INF_BITS, abs_bits, largest_size, round_bf16, round_fp16
-from quantlab_kernels.stores import block_scales, largest_sound, scaled_elements, state_scale
+from quantlab_kernels.rounding import (
+    FP16_TO_INF_BITS,
+    INF_BITS,
+    abs_bits,
+    largest_size,
+    round_bf16,
+)
+from quantlab_kernels.stores import block_scales, largest_sound, state_scale
 
 NVFP4_BLOCK = tl.constexpr(16)
 
@@ -183,9 +190,10 @@ def store_tile(
         tl.store(codes_ptr + place, x, mask=mask)
         return _largest(x)
     elif FORMAT == "fp16":
-        stored = round_fp16(x, words, SR)
-        tl.store(codes_ptr + place, stored.to(tl.float16), mask=mask)
-        return _largest(stored)
+        stored = drawn_fp16(x, words) if SR else x.to(tl.float16)
+        tl.store(codes_ptr + place, stored, mask=mask)
+        largest = _largest(x)
+        return tl.where(largest < FP16_TO_INF_BITS, largest, INF_BITS)
     elif FORMAT == "bf16":
         stored = round_bf16(x, words, SR)
         bits = stored.to(tl.int32, bitcast=True) >> 16
@@ -198,8 +206,7 @@ def store_tile(
     bits = abs_bits(tl.reduce(blocks, 1, largest_size))
     whole = state_scale(largest_sound(bits)) if FORMAT == "nvfp4" else 1.0
     scale, used = block_scales(bits, whole, FORMAT)
-    sizes = scaled_elements(blocks, used, words, FORMAT, SR)
-    codes = scaled_codes(sizes, blocks, (used != used)[:, None], FORMAT)
+    codes = block_codes(blocks, used, words, FORMAT, SR)
     if FORMAT == "nvfp4" or FORMAT == "int4":
         low, high = tl.split(tl.reshape(codes, [BLOCK_V, DK // 2, 2]))
         byte = tl.arange(0, DK // 2)

@@ -23,7 +23,6 @@ E4M3_LARGEST = tl.constexpr(0x7E)
 E4M3_NAN = tl.constexpr(0x7F)
 E2M1_LARGEST = tl.constexpr(0x7)
 FP16_LARGEST = tl.constexpr(0x7BFF)
-FP16_INF = tl.constexpr(0x7C00)
 UNSEEN = tl.constexpr(20)
 UNSEEN_BIT = tl.constexpr(1 << 20)
 
@@ -76,7 +75,7 @@ def drawn_sizes(y, words, LARGEST, MAN: tl.constexpr, EMIN: tl.constexpr):
 
 
 @triton.jit
-def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr):
+def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr, FUSED: tl.constexpr):
     """Divide blocks [blocks, B] by their scales, round and encode: as `codes.scaled_codes` gives.
 
     Args:
@@ -85,14 +84,15 @@ def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr):
             types without NaN.
         words: uint32 [blocks, B].
         FORMAT: "fp8", "nvfp4", "int8" or "int4".
+        FUSED: how it divides (division.py).
 
     Returns:
         uint32 [blocks, B], codes in the highest bits, those below 0; but of poisoned NVFP4 blocks,
         bit UNSEEN may be anything, and of sound ones the compiler cannot tell that it is 0.
     """
     good = used == used
-    shift, scaled, inverse = divisor(used, FUSED=False)
-    y = quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED=False)
+    shift, scaled, inverse = divisor(used, FUSED)
+    y = quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED)
     if FORMAT == "fp8" or FORMAT == "nvfp4":
         if FORMAT == "fp8":
             largest = tl.where(good, E4M3_LARGEST, E4M3_NAN).to(tl.uint32)
@@ -113,14 +113,38 @@ def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def drawn_fp16_codes(x, words):
-    """Round FP32 values to FP16 and encode them, inf from 65520 (below it, never).
+def drawn_fp16(x, words):
+    """Round FP32 values to FP16, inf from 65520 (below it, never), NaN kept.
+
+    On a GPU two values go together. What nearest rounding makes of them, times 2**-48, is less than
+    half the least FP16 number, so adding it in one rounding changes nothing, nor the sign of a
+    zero; unless it is inf or NaN, which nearest rounding gives just where they are due.
 
     Returns:
-        int32 of x's shape, right in the low 16 bits; of no meaning for NaN.
+        FP16 of x's shape.
     """
     size, _ = drawn_sizes(x, words, FP16_LARGEST, 10, -14)
-    size = size.to(tl.int32, bitcast=True)
-    size = tl.where(abs_bits(x) < FP16_TO_INF_BITS, size, FP16_INF)
-    # the sign's shift fills the bits above, which are not looked at
-    return size | (x.to(tl.int32, bitcast=True) & SIGN_BIT) >> 16
+    if INTERPRETED:
+        code = (size | (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000).to(tl.uint16)
+        rounded = code.to(tl.float16, bitcast=True)
+        return tl.where(abs_bits(x) < FP16_TO_INF_BITS, rounded, x.to(tl.float16))
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sizes, signs, nearest, least;
+            prmt.b32 sizes, $1, $2, 0x5410;
+            prmt.b32 signs, $3, $4, 0x7632;
+            lop3.b32 sizes, sizes, signs, 0x80008000, 0xF8;
+            cvt.rn.f16x2.f32 nearest, $4, $3;
+            mov.b32 least, 0x00010001;
+            mul.rn.f16x2 nearest, nearest, least;
+            fma.rn.f16x2 $0, nearest, least, sizes;
+            }
+            """,
+            "=r,r,r,f,f",
+            [size, x],
+            tl.float16,
+            is_pure=True,
+            pack=2,
+        )

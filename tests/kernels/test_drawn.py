@@ -14,7 +14,7 @@ from tests.kernels.device import DEVICE, MARKS
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
-from quantlab_kernels.drawn import DRAWS, drawn_quanta, drawn_sizes  # isort: skip
+from quantlab_kernels.drawn import DRAWS, drawn_fp16, drawn_quanta, drawn_sizes  # isort: skip
 
 pytestmark = MARKS
 N = 1024
@@ -108,3 +108,34 @@ def test_larger_and_not_finite_values_take_the_largest_code(
     field, fraction = largest >> man, largest & ((1 << man) - 1)
     significand = fraction + (1 << man) if field else fraction
     assert (got == significand * 2.0 ** (max(field, 1) - 1 + emin - man)).all()
+
+
+@triton.jit
+def fp16_kernel(x_ptr, words_ptr, out_ptr, N: tl.constexpr):
+    """Round N values to FP16 with given draws."""
+    i = tl.arange(0, N)
+    words = tl.load(words_ptr + i).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + i, drawn_fp16(tl.load(x_ptr + i), words))
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+def test_fp16_where_nearest_rounding_has_a_say(word: int) -> None:
+    # just below 65520, from where there is only inf; subnormals and carries out of them; zeros
+    below = 65520.0 - 2.0**-8
+    least, first = 2.0**-24, 2.0**-14
+    large = [65504.0, 65505.0, below, 65520.0, 65536.0, 3e38, float("inf"), float("nan")]
+    small = [0.0, 1e-45, 2.0**-50, least / 2, least, 1.5 * least, first - least / 2, first]
+    between = [first - least / 1024, 1.0, 1 + 2.0**-11, 2 - 2.0**-12, 2 - 2.0**-23, 4096.5, 0.1]
+    x = torch.tensor([*large, *small, *between])
+    x = torch.cat([x, -x])
+    x = x.repeat(N // len(x) + 1)[:N]
+    words = torch.full((N,), word)
+    clamped = torch.where(x.abs() < 65520.0, x, 0.0)
+    expected = round_clamped(clamped.clamp(-65504.0, 65504.0), ELEMENTS["float16"], words)
+    expected = torch.where(x.abs() < 65520.0, expected.copysign(x).half(), x.half())
+    given = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    out = torch.empty(N, dtype=torch.float16, device=DEVICE)
+    fp16_kernel[(1,)](x.to(DEVICE), given.to(DEVICE), out, N=N, enable_fp_fusion=False)
+    out = out.cpu()
+    same = out.view(torch.int16) == expected.view(torch.int16)
+    assert (same | (out.isnan() & x.isnan())).all()
