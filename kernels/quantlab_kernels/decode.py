@@ -511,6 +511,8 @@ class LayerCache:
             WIDTH=min(cut.width, read.dk),
             SPAN=spanned_heads(cut.block_v, dv=read.dv, most=unit),
             WARPS=cut.warps,
+            AHEAD=cut.ahead,
+            LINE=cut.line,
             num_warps=cut.warps,
             maxnreg=cut.registers,
             launch_pdl=cut.overlap and out.is_cuda,
@@ -551,7 +553,8 @@ class LayerCache:
             rest = self._flush_weights(tensors, strides, plan, switches)
             kernel, width = replay_flush_kernel, lanes_width(recur)
             del tensors[3], strides[6:8]  # decays
-            switches |= {"TILES": cut.tiles, "WARPS": cut.warps}
+            ahead = cut.line if cut.ahead else 0
+            switches |= {"TILES": cut.tiles, "WARPS": cut.warps, "AHEAD": ahead}
         launch(
             kernel,
             (grid,),

@@ -25,6 +25,7 @@ Not covered: L = 1 (decode_conventional.py), several tokens at once, decays per 
 import triton
 import triton.language as tl
 
+from quantlab_kernels.decode_ahead import ask_rows, record_bytes
 from quantlab_kernels.decode_flush_weights import (
     MET_K,
     MET_Q,
@@ -37,7 +38,13 @@ from quantlab_kernels.decode_flush_weights import (
 from quantlab_kernels.decode_formats import load_state, mark_diverged, store_tile
 from quantlab_kernels.decode_plan import FLUSH as STORE_NUMBER
 from quantlab_kernels.decode_plan import ROW, SLOT
-from quantlab_kernels.decode_products import bf16_parts, columns_of, lane_rows, pair_sums
+from quantlab_kernels.decode_products import (
+    bf16_parts,
+    codes_per_word,
+    columns_of,
+    lane_rows,
+    pair_sums,
+)
 from quantlab_kernels.decode_records import load_record
 from quantlab_kernels.draws import COPY_STRIDE
 
@@ -51,6 +58,37 @@ def _to_products(x, WARPS: tl.constexpr):
     W: tl.constexpr = lane_rows(V, WARPS)
     x = tl.reshape(x, [V // (16 * W), 2, W, 8, P, 4, WIDTH // 8, 2])
     return tl.reshape(tl.permute(x, (0, 2, 1, 3, 4, 6, 5, 7)), [V, P * WIDTH])
+
+
+@triton.jit
+def _products_state(
+    codes_ptr,
+    scales_ptr,
+    state_scale_ptr,
+    row0,
+    state,
+    rows_left,
+    FORMAT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Load state rows in the order of products: [BLOCK_V, DK]; arguments as `load_state`."""
+    S = load_state(
+        codes_ptr,
+        scales_ptr,
+        state_scale_ptr,
+        row0,
+        state,
+        rows_left,
+        FORMAT,
+        BLOCK_V,
+        DK,
+        WIDTH,
+        WARPS,
+    )
+    return _to_products(S, WARPS)
 
 
 @triton.jit
@@ -130,11 +168,13 @@ def replay_flush_kernel(
     READ_SR: tl.constexpr,
     KEY_RECORD: tl.constexpr,
     WRITTEN_RECORD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Programs walk items (planned row, head, TILES tiles of BLOCK_V rows of dv).
 
     vectors, solves: of `flush_weights_kernel`. WIDTH: four times the elements of a row that a lane
-    fetches at once. WARPS: of the program.
+    fetches at once. WARPS: of the program. AHEAD: bytes that a request for the next
+    tile brings, made while one is computed; 0 for no requests.
     """
     heads_per_key: tl.constexpr = heads // key_heads
     slot_records: tl.constexpr = L - 1
@@ -150,15 +190,32 @@ def replay_flush_kernel(
     inner = tl.arange(0, BLOCK_V)
     ordered = _ordered_channels(DK, WIDTH)
     STATE_PARTS: tl.constexpr = part_count(FORMAT)
+    ROW_BYTES: tl.constexpr = 4 * DK // codes_per_word(FORMAT)
+    past_ptr = value_records_ptr if REDERIVE else written_ptr
     while item < n_items:
         line = n_steps + item // per_row
         head = item % per_row // parts
         first0 = (item % parts) * (TILES * BLOCK_V)
         slot = tl.load(lines_ptr + SLOT * n_rows + line).to(tl.int64)
+        state = slot * slot_states + head
+        if TILES == 1:
+            # the state first: no load passes the barriers of what is computed
+            fetched = _products_state(
+                codes_ptr,
+                scales_ptr,
+                state_scale_ptr,
+                state * dv + first0,
+                state,
+                dv - first0,
+                FORMAT,
+                BLOCK_V,
+                DK,
+                WIDTH,
+                WARPS,
+            )
         row = tl.load(lines_ptr + ROW * n_rows + line).to(tl.int64)
         number = tl.load(lines_ptr + STORE_NUMBER * n_rows + line)
         stream = tl.load(streams_ptr + slot)
-        state = slot * slot_states + head
         key_head = head // heads_per_key
         # records from here on are counted from the slot's first
         record = slot * slot_records
@@ -188,6 +245,31 @@ def replay_flush_kernel(
             if DELTA or HAS_DT:
                 strength_ptrs = strength_ptr + row * stride_strength_row
                 strength = tl.load(strength_ptrs + head * stride_strength_head).to(tl.float32)
+        if AHEAD > 0:
+            PAST: tl.constexpr = record_bytes(KEY_RECORD if REDERIVE else WRITTEN_RECORD)
+            PAST_APART: tl.constexpr = heads * dv * PAST
+            PAST_BYTES: tl.constexpr = TILES * BLOCK_V * PAST
+            if TILES == 1:
+                # the next item's
+                later = item + tl.num_programs(0)
+                later_ptr = lines_ptr + SLOT * n_rows + n_steps + later // per_row
+                later_slot = tl.load(later_ptr, mask=later < n_items, other=0).to(tl.int64)
+                later_head = later % per_row // parts
+                later_first = later % parts * BLOCK_V
+                is_later = recorded & (later < n_items)
+                later_record = later_slot * slot_records
+                KEY_BYTES: tl.constexpr = DK * record_bytes(KEY_RECORD)
+                KEYS_APART: tl.constexpr = key_heads * KEY_BYTES
+                later_key_ptr = key_records_ptr + later_head // heads_per_key * DK
+                ask_rows(later_key_ptr, later_record, is_later, KEY_BYTES, KEYS_APART, AHEAD)
+                later_past_ptr = past_ptr + later_head * dv + later_first
+                ask_rows(later_past_ptr, later_record, is_later, PAST_BYTES, PAST_APART, AHEAD)
+                later_row0 = (later_slot * slot_states + later_head) * dv + later_first
+                is_later = (inner < dv - later_first) & (later < n_items)
+                ask_rows(codes_ptr, later_row0, is_later, ROW_BYTES, ROW_BYTES, AHEAD)
+            else:
+                this_past_ptr = past_ptr + head * dv + first0
+                ask_rows(this_past_ptr, record, recorded, PAST_BYTES, PAST_APART, AHEAD)
         key_parts = bf16_parts(keys, part_count(KEY_RECORD))
         keys_across = transposed(key_parts)
         token, _ = columns_of(q, k, "bf16", DELTA)
@@ -195,20 +277,22 @@ def replay_flush_kernel(
         for tile in tl.range(0, TILES, num_stages=1):
             first = first0 + tile * BLOCK_V
             row0 = state * dv + first
-            S = load_state(
-                codes_ptr,
-                scales_ptr,
-                state_scale_ptr,
-                row0,
-                state,
-                dv - first,
-                FORMAT,
-                BLOCK_V,
-                DK,
-                WIDTH,
-                WARPS,
-            )
-            S = _to_products(S, WARPS)
+            if TILES == 1:
+                S = fetched
+            else:
+                S = _products_state(
+                    codes_ptr,
+                    scales_ptr,
+                    state_scale_ptr,
+                    row0,
+                    state,
+                    dv - first,
+                    FORMAT,
+                    BLOCK_V,
+                    DK,
+                    WIDTH,
+                    WARPS,
+                )
             value = first + inner
             in_v = value < dv
             # neighbours along dv to neighbouring lanes, steps within one
@@ -221,6 +305,10 @@ def replay_flush_kernel(
                 past = load_record(written_ptr + of_values, mask, WRITTEN_RECORD)
             v_ptrs = v_ptr + row * stride_v_row + head * stride_v_head + value
             v = tl.load(v_ptrs, mask=in_v, other=0.0).to(tl.float32)
+
+            if AHEAD > 0 and TILES > 1:
+                is_next = (inner < dv - first - BLOCK_V) & (tile + 1 < TILES)
+                ask_rows(codes_ptr, row0 + BLOCK_V, is_next, ROW_BYTES, ROW_BYTES, AHEAD)
 
             met = tl.zeros([BLOCK_V, 8], dtype=tl.float32)
             foreseen = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)
@@ -253,7 +341,7 @@ def replay_flush_kernel(
             out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + value
             tl.store(out_ptrs, o, mask=in_v)
             # met again rather than kept in registers: it was read a moment ago
-            S = load_state(
+            S = _products_state(
                 codes_ptr,
                 scales_ptr,
                 state_scale_ptr,
@@ -266,7 +354,6 @@ def replay_flush_kernel(
                 WIDTH,
                 WARPS,
             )
-            S = _to_products(S, WARPS)
             S = add_products(S * whole, bf16_parts(u, 3), key_parts)
             S = tl.fma(u_now[:, None], k[None, :], S)
             S = _from_products(S, WIDTH, WARPS)

@@ -31,6 +31,9 @@ class StepLaunch:
         warps: of a program.
         registers: most registers of a thread; None leaves it to the compiler.
         overlap: whether its programs may start while what the heads share is still being formed.
+        ahead: a program asks the second-level cache for its tile of the planned row this far on;
+            0: for none.
+        line: bytes that one such request brings.
         origin: "design", or the run that chose it.
     """
 
@@ -39,6 +42,8 @@ class StepLaunch:
     warps: int = 4
     registers: int | None = None
     overlap: bool = False
+    ahead: int = 0
+    line: int = 128
     origin: str = "design"
 
 
@@ -53,6 +58,9 @@ class TileLaunch:
         warps: of a program.
         per_sm: programs per multiprocessor, of a flush.
         registers: most registers of a thread; None leaves it to the compiler.
+        ahead: whether a program of such a flush asks the second-level cache for its next tile while
+            it computes one.
+        line: bytes that one such request brings.
         origin: "design", or the run that chose it.
     """
 
@@ -61,6 +69,8 @@ class TileLaunch:
     warps: int = 4
     per_sm: int = 4
     registers: int | None = None
+    ahead: bool = False
+    line: int = 128
     origin: str = "design"
 
 
