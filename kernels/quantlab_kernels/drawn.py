@@ -1,4 +1,4 @@
-"""Stochastic rounding of FP32 values straight to codes, in fixed point.
+"""Stochastic rounding of FP32 values to codes or elements, in fixed point.
 
 With y in quanta, floor(y * 2**32) as a 64-bit integer holds the lower neighbour above 32 bits that
 are floor(f * 2**32), f the position between the neighbours; it does so for either sign of y. The
@@ -16,12 +16,20 @@ import triton
 import triton.language as tl
 
 from quantlab_kernels.division import INTERPRETED, divisor, quotient
-from quantlab_kernels.rounding import FP16_TO_INF_BITS, INF_BITS, SIGN_BIT, abs_bits
+from quantlab_kernels.rounding import (
+    FP16_TO_INF_BITS,
+    INF_BITS,
+    SIGN_BIT,
+    abs_bits,
+    with_sign_of,
+)
 
 DRAWS = tl.constexpr(2.0**32)
 E4M3_LARGEST = tl.constexpr(0x7E)
 E4M3_NAN = tl.constexpr(0x7F)
 E2M1_LARGEST = tl.constexpr(0x7)
+WHOLE = tl.constexpr(1.5 * 2**23)  # plus a small whole number: it in the low bits
+WHOLE_BITS = tl.constexpr(0x4B400000)
 FP16_LARGEST = tl.constexpr(0x7BFF)
 UNSEEN = tl.constexpr(20)
 UNSEEN_BIT = tl.constexpr(1 << 20)
@@ -110,6 +118,43 @@ def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr, FUSED: tl.cons
         whole = drawn_quanta(y, DRAWS, words)
         whole = tl.minimum(tl.maximum(whole, -limit), limit)
         return whole.to(tl.uint32, bitcast=True) << (32 - BITS)
+
+
+@triton.jit
+def drawn_elements(
+    blocks, used, words, FORMAT: tl.constexpr, FUSED: tl.constexpr, MAX: tl.constexpr
+):
+    """Divide blocks [blocks, B] by their scales and round: elements as values, with their signs.
+
+    Args:
+        blocks: FP32 [blocks, B].
+        used: FP32 [blocks], scales; NaN for poisoned blocks, whose elements are of no meaning.
+        words: uint32 [blocks, B].
+        FORMAT: "fp8", "nvfp4", "int8", "int6" or "int4".
+        FUSED: how it divides (division.py).
+        MAX: the largest element.
+
+    Returns:
+        FP32 [blocks, B]; integers have no -0.
+    """
+    shift, scaled, inverse = divisor(used, FUSED)
+    y = quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED)
+    if FORMAT == "fp8" or FORMAT == "nvfp4":
+        MAN: tl.constexpr = 3 if FORMAT == "fp8" else 1
+        LEAST: tl.constexpr = ((-6 if FORMAT == "fp8" else 0) + 127) << 23
+        binade = tl.maximum(y.to(tl.int32, bitcast=True) & INF_BITS, LEAST)
+        per_quantum = ((MAN + 159) << 23) - binade + (127 << 23)  # in steps, for int32
+        quanta = drawn_quanta(y, per_quantum.to(tl.float32, bitcast=True), words)
+        # a number whose last bit stands for 2**-MAN takes up small whole numbers as they are
+        MAGIC: tl.constexpr = 1.5 * 2.0 ** (23 - MAN)
+        MAGIC_BITS: tl.constexpr = ((150 - MAN) << 23) + (1 << 22)
+        size = (quanta + MAGIC_BITS).to(tl.float32, bitcast=True) - MAGIC
+        size = tl.abs(size * binade.to(tl.float32, bitcast=True))
+        return with_sign_of(tl.minimum(size, MAX), blocks)
+    else:
+        whole = drawn_quanta(y, DRAWS, words) + WHOLE_BITS
+        whole = whole.to(tl.float32, bitcast=True) - WHOLE
+        return tl.minimum(tl.maximum(whole, -MAX), MAX)
 
 
 @triton.jit

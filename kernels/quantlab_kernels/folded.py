@@ -20,15 +20,14 @@ from quantlab_kernels.rounding import (
     INF_BITS,
     abs_bits,
     round_bf16,
-    round_fp16,
-    with_sign_of,
 )
 from quantlab_kernels.stores import (
     block_scales,
     largest_sound,
-    scaled_elements,
+    signed_elements,
     state_blocks,
     state_scale,
+    stored_fp16,
 )
 
 
@@ -107,7 +106,7 @@ def _store_columns(
     if FORMAT == "fp32":
         return x, 1.0, x
     elif FORMAT == "fp16":
-        y = round_fp16(x, words, SR)
+        y = stored_fp16(x, words, SR).to(tl.float32)
         return y, 1.0, y
     elif FORMAT == "bf16":
         y = round_bf16(x, words, SR)
@@ -117,10 +116,7 @@ def _store_columns(
         if SR:
             words = tl.reshape(words, blocks.shape)
         stored, used = block_scales(tl.reshape(sizes, [blocks.shape[0]]), scale, FORMAT)
-        e = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
-        if not (FORMAT == "fp8" or FORMAT == "nvfp4"):
-            e += 0.0  # no minus zero
-        e = tl.reshape(e, x.shape)
+        e = tl.reshape(signed_elements(blocks, used, words, FORMAT, SR), x.shape)
         BLOCKS: tl.constexpr = blocks.shape[0] // x.shape[0]
         used = _of_columns(used, x.shape[0], BLOCKS, x.shape[1])
         if FORMAT == "nvfp4":

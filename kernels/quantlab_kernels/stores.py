@@ -18,6 +18,7 @@ from quantlab.formats import Format
 from quantlab.formats.block_scale import scale_cap
 from quantlab.formats.scale import SCALE_TYPES
 from quantlab_kernels.division import divide, divisor, quotient
+from quantlab_kernels.drawn import drawn_elements, drawn_fp16
 from quantlab_kernels.draws import tile_words
 from quantlab_kernels.rounding import (
     E2M1_MAX,
@@ -25,7 +26,6 @@ from quantlab_kernels.rounding import (
     INF_BITS,
     abs_bits,
     round_bf16,
-    round_fp16,
     round_magnitude,
     round_size,
     with_sign_of,
@@ -182,14 +182,44 @@ def scaled_elements(
 
 
 @triton.jit
+def stored_fp16(x, words, SR: tl.constexpr):
+    """Round FP32 values to FP16, inf from 65520 (below it, never), NaN kept."""
+    if SR:
+        return drawn_fp16(x, words)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def signed_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr):
+    """Round blocks as `scaled_elements` does: FP32 values with their signs, integers without -0.
+
+    Elements of poisoned blocks are finite and of no meaning: their scales are NaN.
+    """
+    if SR:
+        if FORMAT == "nvfp4":
+            return drawn_elements(blocks, used, words, FORMAT, True, E2M1_MAX)
+        elif FORMAT == "fp8":
+            return drawn_elements(blocks, used, words, FORMAT, True, E4M3_MAX)
+        elif FORMAT == "int8":
+            return drawn_elements(blocks, used, words, FORMAT, True, INT8_MAX)
+        elif FORMAT == "int6":
+            return drawn_elements(blocks, used, words, FORMAT, True, INT6_MAX)
+        else:
+            return drawn_elements(blocks, used, words, FORMAT, True, INT4_MAX)
+    y = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
+    if FORMAT == "int8" or FORMAT == "int6" or FORMAT == "int4":
+        y += 0.0  # no minus zero
+    return y
+
+
+@triton.jit
 def _store_scaled(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
     blocks = state_blocks(x, FORMAT)
     if SR:
         words = tl.reshape(words, blocks.shape)
     _, _, used = scales_of(tl.max(abs_bits(blocks), axis=1), FORMAT)
-    y = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
-    if FORMAT == "int8" or FORMAT == "int6" or FORMAT == "int4":
-        y += 0.0  # no minus zero
+    y = signed_elements(blocks, used, words, FORMAT, SR)
     return tl.reshape(y * used[:, None], x.shape)
 
 
@@ -236,7 +266,7 @@ def store_and_load(
     if FORMAT == "fp32":
         return x
     elif FORMAT == "fp16":
-        return round_fp16(x, words, SR)
+        return stored_fp16(x, words, SR).to(tl.float32)
     elif FORMAT == "bf16":
         return round_bf16(x, words, SR)
     else:
