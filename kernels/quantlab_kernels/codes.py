@@ -10,7 +10,7 @@ Reference: quantlab.formats.codes.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.drawn import drawn_fp16, drawn_scaled_codes
+from quantlab_kernels.drawn import drawn_scaled_codes
 from quantlab_kernels.rounding import (
     INF_BITS,
     SIGN_BIT,
@@ -18,7 +18,7 @@ from quantlab_kernels.rounding import (
     round_bf16,
     with_sign_of,
 )
-from quantlab_kernels.stores import scaled_elements
+from quantlab_kernels.stores import scaled_elements, stored_fp16
 
 FP16_NAN = tl.constexpr(0x7E00)
 BF16_NAN = tl.constexpr(0x7FC0)
@@ -80,13 +80,13 @@ def block_codes(
 ):
     """Divide blocks [blocks, B] by their scales [blocks], round and encode as `scaled_codes` does.
 
-    The arguments are those of `stores.scaled_elements`; of NVFP4, codes are without meaning below
-    their four bits: see `drawn.drawn_scaled_codes`.
+    Stochastic if SR, with uint32 words [blocks, B]; FUSED is how it divides (division.py). What is
+    below the four bits of NVFP4 may be anything: see `drawn.drawn_scaled_codes`.
     """
     if SR:
         return drawn_scaled_codes(blocks, used, words, FORMAT, FUSED)
     else:
-        magnitude = scaled_elements(blocks, used, words, FORMAT, SR, FUSED)
+        magnitude = scaled_elements(blocks, used, FORMAT, FUSED)
         return scaled_codes(magnitude, blocks, (used != used)[:, None], FORMAT)
 
 
@@ -117,8 +117,7 @@ def scaled_values(codes, FORMAT: tl.constexpr):
 def unscaled_codes(x, words, FORMAT: tl.constexpr, SR: tl.constexpr):
     """Round FP32 values to FP16 or BF16 and encode them: int32, right in the low 16 bits."""
     if FORMAT == "fp16":
-        rounded = drawn_fp16(x, words) if SR else x.to(tl.float16)
-        rounded = rounded.to(tl.int16, bitcast=True).to(tl.int32)
+        rounded = stored_fp16(x, words, SR).to(tl.int16, bitcast=True).to(tl.int32)
         return tl.where(x == x, rounded, FP16_NAN)
     else:
         rounded = round_bf16(x, words, SR).to(tl.int32, bitcast=True) >> 16

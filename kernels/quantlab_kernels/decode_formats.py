@@ -28,7 +28,6 @@ from quantlab_kernels.codes import (
     unpacked_pairs,
 )
 from quantlab_kernels.decode_products import fetched_rows
-from quantlab_kernels.drawn import drawn_fp16
 from quantlab_kernels.draws import quad_words
 from quantlab_kernels.rounding import (
     FP16_TO_INF_BITS,
@@ -37,7 +36,7 @@ from quantlab_kernels.rounding import (
     largest_size,
     round_bf16,
 )
-from quantlab_kernels.stores import block_scales, largest_sound, state_scale
+from quantlab_kernels.stores import block_scales, largest_sound, state_scale, stored_fp16
 
 NVFP4_BLOCK = tl.constexpr(16)
 
@@ -190,7 +189,7 @@ def store_tile(
         tl.store(codes_ptr + place, x, mask=mask)
         return _largest(x)
     elif FORMAT == "fp16":
-        stored = drawn_fp16(x, words) if SR else x.to(tl.float16)
+        stored = stored_fp16(x, words, SR)
         tl.store(codes_ptr + place, stored, mask=mask)
         largest = _largest(x)
         return tl.where(largest < FP16_TO_INF_BITS, largest, INF_BITS)

@@ -3,8 +3,7 @@
 With y in quanta, floor(y * 2**32) as a 64-bit integer holds the lower neighbour above 32 bits that
 are floor(f * 2**32), f the position between the neighbours; it does so for either sign of y. The
 value goes up when the draw is below these bits: just when adding the draw's complement carries. So
-one conversion and one 64-bit addition round, where `rounding.round_size`, which gives values, takes
-two conversions and some fifteen other operations.
+one conversion and one 64-bit addition round.
 
 Everything is exact: quanta are powers of two, 2**32 / quantum is a normal FP32 number, and products
 with it only grow.

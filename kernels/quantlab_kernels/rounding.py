@@ -1,4 +1,4 @@
-"""Rounding of one FP32 value to a narrow element, to nearest even or stochastically.
+"""Rounding of one FP32 value to a narrow element, to nearest even; to BF16 stochastically too.
 
 Values stay FP32: the result is the element's value. Everything is exact FP32 or integer arithmetic
 (and the cast to FP16), so it gives the same bits on the GPU and under the interpreter, whose own
@@ -10,16 +10,7 @@ binary exponent of y, by adding and subtracting 2**23 quanta: the sum lies in [2
 where FP32 keeps whole quanta and rounds half to even. Normal, subnormal and first-gap ranges are
 one case.
 
-Stochastic: y goes up, towards +infinity, when the draw is below floor(f * 2**32), f its position
-between its neighbours. Seen from the nearest multiple n of |y| and the rest r = |y| - n, exact in
-FP32 and at most half a quantum: the other neighbour is taken when draw < g for r > 0 and when
-the draw's complement is below g for r < 0, with g = |r| / q * 2**32, at most 2**31. For negative y,
-up is inwards, so the complement is taken once more and g is rounded up instead of down; g has a
-fraction only where |y| < q / 2**9, with n = 0.
-
-On Hopper a multiprocessor does 128 FP32 additions or products a clock but 64 integer operations,
-comparisons or selections and 16 conversions, so powers of two are formed by products: stochastic
-rounding takes some 9 integer operations, 2 conversions and 7 FP32 ones a value.
+Stochastic rounding to other elements: drawn.py.
 
 Reference: quantlab.formats.rounding.
 """
@@ -34,9 +25,7 @@ SIGN_BIT = tl.constexpr(-0x80000000)
 # floating point specification 1.0 (E4M3); OCP microscaling formats 1.0 (E2M1).
 E4M3_MAX = tl.constexpr(448.0)
 E2M1_MAX = tl.constexpr(6.0)
-FP16_MAX = tl.constexpr(65504.0)
-FP16_TO_INF = tl.constexpr(65520.0)  # nearest rounding overflows from here
-FP16_TO_INF_BITS = tl.constexpr(0x477FF000)
+FP16_TO_INF_BITS = tl.constexpr(0x477FF000)  # 65520: nearest rounding overflows from here
 BF16_MAX_BITS = tl.constexpr(0x7F7F0000)
 BF16_TO_INF_BITS = tl.constexpr(0x7F7F8000)  # likewise
 
@@ -61,57 +50,20 @@ def with_sign_of(magnitude, x):
 
 
 @triton.jit
-def round_size(m, x, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr):
-    """Round m = |y| to MAN explicit bits with least exponent EMIN, as y itself would be rounded.
+def round_size(m, MAN: tl.constexpr, EMIN: tl.constexpr):
+    """Round m to MAN explicit bits with least exponent EMIN, to nearest even.
 
     Args:
         m: FP32, 0 <= m < 2**(104 + MAN).
-        x: FP32 of m's shape with the sign of y; not looked at unless SR.
-        words: uint32 of m's shape; likewise.
         MAN: explicit significand bits; MAN = EMIN gives whole numbers below 2**(MAN + 1).
         EMIN: exponent of the least normal value.
-        SR: stochastic, not to nearest even.
 
     Returns:
-        FP32 of m's shape, the rounded magnitude.
+        FP32 of m's shape.
     """
     exponent = tl.maximum(m.to(tl.int32, bitcast=True) & INF_BITS, (EMIN + 127) << 23)
-    binade = exponent.to(tl.float32, bitcast=True)  # 2**max(e, EMIN)
-    magic = binade * (1 << (23 - MAN))
-    nearest = (m + magic) - magic
-    if SR:
-        rest = m - nearest
-        # 2**32 / quantum: its exponent field is 254 + 32 less the quantum's (in steps, for int32)
-        field = ((MAN + 159) << 23) - exponent + (127 << 23)
-        position = rest * field.to(tl.float32, bitcast=True)
-        # a normal number or 0, so it is no matter that floor flushes subnormal ones on the GPU;
-        # negative where the complement is due; its floor is then larger in magnitude, as it must be
-        # where it has a fraction (rest > 0, so y < 0)
-        turned = position.to(tl.int32, bitcast=True) ^ (x.to(tl.int32, bitcast=True) & SIGN_BIT)
-        threshold = tl.abs(tl.floor(turned.to(tl.float32, bitcast=True))).to(tl.uint32)
-        draw = words ^ (turned >> 31).to(tl.uint32, bitcast=True)
-        step = with_sign_of(binade * (1.0 / (1 << MAN)), rest)
-        return nearest + tl.where(draw < threshold, step, 0.0)
-    else:
-        return nearest
-
-
-@triton.jit
-def round_magnitude(y, words, MAN: tl.constexpr, EMIN: tl.constexpr, SR: tl.constexpr):
-    """Round |y| as y would be rounded: see `round_size`."""
-    return round_size(tl.abs(y), y, words, MAN, EMIN, SR)
-
-
-@triton.jit
-def round_fp16(x, words, SR: tl.constexpr):
-    """Round to FP16: inf from 65520 (below it, never), NaN kept."""
-    if SR:
-        magnitude = tl.abs(x)
-        rounded = round_size(tl.minimum(magnitude, FP16_MAX), x, words, 10, -14, True)
-        beyond = magnitude + float("inf")  # NaN stays NaN
-        return with_sign_of(tl.where(magnitude < FP16_TO_INF, rounded, beyond), x)
-    else:
-        return x.to(tl.float16).to(tl.float32)
+    magic = exponent.to(tl.float32, bitcast=True) * (1 << (23 - MAN))
+    return (m + magic) - magic
 
 
 @triton.jit
@@ -139,7 +91,7 @@ def round_bf16(x, words, SR: tl.constexpr):
 def round_record(x, RECORD: tl.constexpr):
     """Round a value as its record in the replay buffer is: "fp32" (kept), "fp16" or "bf16"."""
     if RECORD == "fp16":
-        return round_fp16(x, x, False)
+        return x.to(tl.float16).to(tl.float32)
     elif RECORD == "bf16":
         return round_bf16(x, x, False)
     else:

@@ -26,7 +26,6 @@ from quantlab_kernels.rounding import (
     INF_BITS,
     abs_bits,
     round_bf16,
-    round_magnitude,
     round_size,
     with_sign_of,
 )
@@ -134,7 +133,7 @@ def block_scales(size_bits, state, FORMAT: tl.constexpr, FUSED: tl.constexpr = T
         shift, scaled, inverse = divisor(state, FUSED)
         y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, scaled, inverse, FUSED)
         y = tl.minimum(y, E4M3_MAX)
-        stored = round_magnitude(y, y, 3, -6, False)
+        stored = round_size(y, 3, -6)
     elif FORMAT == "fp8":
         stored = _plain_scale(amax, E4M3_MAX, FP8_CAP)
     elif FORMAT == "int8":
@@ -149,10 +148,8 @@ def block_scales(size_bits, state, FORMAT: tl.constexpr, FUSED: tl.constexpr = T
 
 
 @triton.jit
-def scaled_elements(
-    blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr, FUSED: tl.constexpr = True
-):
-    """Round blocks [blocks, B] divided by their scales to elements, without their signs.
+def scaled_elements(blocks, used, FORMAT: tl.constexpr, FUSED: tl.constexpr = True):
+    """Round blocks [blocks, B] divided by their scales to the nearest elements, without signs.
 
     Returns:
         FP32 magnitudes; in poisoned blocks 480, whose E4M3 code would be NaN's, or 0 for types
@@ -166,19 +163,19 @@ def scaled_elements(
     good = used == used
     if FORMAT == "nvfp4":
         m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])
-        return round_size(m, blocks, words, 1, 0, SR)
+        return round_size(m, 1, 0)
     elif FORMAT == "fp8":
         m = tl.minimum(m, tl.where(good, E4M3_MAX, 480.0)[:, None])
-        return round_size(m, blocks, words, 3, -6, SR)
+        return round_size(m, 3, -6)
     elif FORMAT == "int8":
         m = tl.minimum(m, tl.where(good, INT8_MAX, 0.0)[:, None])
-        return round_size(m, blocks, words, 7, 7, SR)
+        return round_size(m, 7, 7)
     elif FORMAT == "int6":
         m = tl.minimum(m, tl.where(good, INT6_MAX, 0.0)[:, None])
-        return round_size(m, blocks, words, 7, 7, SR)
+        return round_size(m, 7, 7)
     else:
         m = tl.minimum(m, tl.where(good, INT4_MAX, 0.0)[:, None])
-        return round_size(m, blocks, words, 7, 7, SR)
+        return round_size(m, 7, 7)
 
 
 @triton.jit
@@ -192,7 +189,7 @@ def stored_fp16(x, words, SR: tl.constexpr):
 
 @triton.jit
 def signed_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr):
-    """Round blocks as `scaled_elements` does: FP32 values with their signs, integers without -0.
+    """Round blocks divided by their scales: FP32 values with their signs, integers without -0.
 
     Elements of poisoned blocks are finite and of no meaning: their scales are NaN.
     """
@@ -207,7 +204,7 @@ def signed_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
             return drawn_elements(blocks, used, words, FORMAT, True, INT6_MAX)
         else:
             return drawn_elements(blocks, used, words, FORMAT, True, INT4_MAX)
-    y = with_sign_of(scaled_elements(blocks, used, words, FORMAT, SR), blocks)
+    y = with_sign_of(scaled_elements(blocks, used, FORMAT), blocks)
     if FORMAT == "int8" or FORMAT == "int6" or FORMAT == "int4":
         y += 0.0  # no minus zero
     return y
