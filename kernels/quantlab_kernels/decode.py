@@ -511,8 +511,6 @@ class LayerCache:
             WIDTH=min(cut.width, read.dk),
             SPAN=spanned_heads(cut.block_v, dv=read.dv, most=unit),
             WARPS=cut.warps,
-            AHEAD=cut.ahead,
-            LINE=cut.line,
             num_warps=cut.warps,
             maxnreg=cut.registers,
             launch_pdl=cut.overlap and out.is_cuda,
@@ -529,7 +527,6 @@ class LayerCache:
             dv=recur.dv,
             dk=recur.dk,
             per_channel=self.per_channel,
-            solves=self.rederives,
         )
         parts = -(-recur.dv // (cut.block_v * cut.tiles))
         grid = programs(plan.capacity * recur.heads * parts, cut.per_sm, inputs.v.device)
@@ -553,8 +550,7 @@ class LayerCache:
             rest = self._flush_weights(tensors, strides, plan, switches)
             kernel, width = replay_flush_kernel, lanes_width(recur)
             del tensors[3], strides[6:8]  # decays
-            ahead = cut.line if cut.ahead else 0
-            switches |= {"TILES": cut.tiles, "WARPS": cut.warps, "AHEAD": ahead}
+            switches |= {"TILES": cut.tiles, "WARPS": cut.warps, "AHEAD": cut.ahead}
         launch(
             kernel,
             (grid,),

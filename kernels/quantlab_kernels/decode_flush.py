@@ -173,8 +173,8 @@ def replay_flush_kernel(
     """Programs walk items (planned row, head, TILES tiles of BLOCK_V rows of dv).
 
     vectors, solves: of `flush_weights_kernel`. WIDTH: four times the elements of a row that a lane
-    fetches at once. WARPS: of the program. AHEAD: bytes that a request for the next
-    tile brings, made while one is computed; 0 for no requests.
+    fetches at once. WARPS: of the program. AHEAD: whether it asks for its next tile
+    while one is computed.
     """
     heads_per_key: tl.constexpr = heads // key_heads
     slot_records: tl.constexpr = L - 1
@@ -245,7 +245,7 @@ def replay_flush_kernel(
             if DELTA or HAS_DT:
                 strength_ptrs = strength_ptr + row * stride_strength_row
                 strength = tl.load(strength_ptrs + head * stride_strength_head).to(tl.float32)
-        if AHEAD > 0:
+        if AHEAD:
             PAST: tl.constexpr = record_bytes(KEY_RECORD if REDERIVE else WRITTEN_RECORD)
             PAST_APART: tl.constexpr = heads * dv * PAST
             PAST_BYTES: tl.constexpr = TILES * BLOCK_V * PAST
@@ -261,15 +261,15 @@ def replay_flush_kernel(
                 KEY_BYTES: tl.constexpr = DK * record_bytes(KEY_RECORD)
                 KEYS_APART: tl.constexpr = key_heads * KEY_BYTES
                 later_key_ptr = key_records_ptr + later_head // heads_per_key * DK
-                ask_rows(later_key_ptr, later_record, is_later, KEY_BYTES, KEYS_APART, AHEAD)
+                ask_rows(later_key_ptr, later_record, is_later, KEY_BYTES, KEYS_APART)
                 later_past_ptr = past_ptr + later_head * dv + later_first
-                ask_rows(later_past_ptr, later_record, is_later, PAST_BYTES, PAST_APART, AHEAD)
+                ask_rows(later_past_ptr, later_record, is_later, PAST_BYTES, PAST_APART)
                 later_row0 = (later_slot * slot_states + later_head) * dv + later_first
                 is_later = (inner < dv - later_first) & (later < n_items)
-                ask_rows(codes_ptr, later_row0, is_later, ROW_BYTES, ROW_BYTES, AHEAD)
+                ask_rows(codes_ptr, later_row0, is_later, ROW_BYTES, ROW_BYTES)
             else:
                 this_past_ptr = past_ptr + head * dv + first0
-                ask_rows(this_past_ptr, record, recorded, PAST_BYTES, PAST_APART, AHEAD)
+                ask_rows(this_past_ptr, record, recorded, PAST_BYTES, PAST_APART)
         key_parts = bf16_parts(keys, part_count(KEY_RECORD))
         keys_across = transposed(key_parts)
         token, _ = columns_of(q, k, "bf16", DELTA)
@@ -306,9 +306,9 @@ def replay_flush_kernel(
             v_ptrs = v_ptr + row * stride_v_row + head * stride_v_head + value
             v = tl.load(v_ptrs, mask=in_v, other=0.0).to(tl.float32)
 
-            if AHEAD > 0 and TILES > 1:
+            if AHEAD and TILES > 1:
                 is_next = (inner < dv - first - BLOCK_V) & (tile + 1 < TILES)
-                ask_rows(codes_ptr, row0 + BLOCK_V, is_next, ROW_BYTES, ROW_BYTES, AHEAD)
+                ask_rows(codes_ptr, row0 + BLOCK_V, is_next, ROW_BYTES, ROW_BYTES)
 
             met = tl.zeros([BLOCK_V, 8], dtype=tl.float32)
             foreseen = tl.zeros([BLOCK_V, BLOCK_L], dtype=tl.float32)

@@ -3,7 +3,8 @@
 Every entry says where it comes from. `origin="design"` is derived from the byte and instruction
 counts of reports/decisions/0001-decode-kernels.md and has not been measured; SWEEP is
 reports/performance/launches/decode.json: B = 256 on an H200, the shapes of Qwen3.5-4B,
-Nemotron-3-Super-120B and Nemotron-3-Nano-4B, every case compared with the stepwise cache.
+Nemotron-3-Super-120B and Nemotron-3-Nano-4B, every case compared with the stepwise cache; AHEAD is
+launches/ahead.json, likewise.
 `python -m quantlab_kernels.decode_smoke` sweeps launches and prints the best of each.
 """
 
@@ -15,7 +16,8 @@ import triton
 WEIGHTS_PER_SM = 16
 """Programs of one warp per multiprocessor that form what a flush knows without the states."""
 SWEEP = "H200, launches/decode.json"
-"""Origin of what was chosen by measurement."""
+AHEAD = "H200, launches/ahead.json"
+"""Origins of what was chosen by measurement."""
 INTERPRETED_SMS = 2
 """Multiprocessors that the interpreter pretends to have: few, so that programs walk many items."""
 
@@ -31,9 +33,6 @@ class StepLaunch:
         warps: of a program.
         registers: most registers of a thread; None leaves it to the compiler.
         overlap: whether its programs may start while what the heads share is still being formed.
-        ahead: a program asks the second-level cache for its tile of the planned row this far on;
-            0: for none.
-        line: bytes that one such request brings.
         origin: "design", or the run that chose it.
     """
 
@@ -42,8 +41,6 @@ class StepLaunch:
     warps: int = 4
     registers: int | None = None
     overlap: bool = False
-    ahead: int = 0
-    line: int = 128
     origin: str = "design"
 
 
@@ -60,7 +57,6 @@ class TileLaunch:
         registers: most registers of a thread; None leaves it to the compiler.
         ahead: whether a program of such a flush asks the second-level cache for its next tile while
             it computes one.
-        line: bytes that one such request brings.
         origin: "design", or the run that chose it.
     """
 
@@ -70,7 +66,6 @@ class TileLaunch:
     per_sm: int = 4
     registers: int | None = None
     ahead: bool = False
-    line: int = 128
     origin: str = "design"
 
 
@@ -117,6 +112,7 @@ def step_launch(
         block_v=fits,
         warps=max(1, min(4, fits // 16)),
         registers=registers,
+        overlap=not per_channel,
         origin=SWEEP if measured else "design",
     )
 
@@ -136,7 +132,6 @@ def flush_launch(
     dv: int,
     dk: int,
     per_channel: bool = False,
-    solves: bool = False,
 ) -> TileLaunch:
     """Choose the launch of a flush.
 
@@ -147,7 +142,6 @@ def flush_launch(
         dv: value width.
         dk: key width.
         per_channel: decay per key channel.
-        solves: corrections are derived again.
     """
     whole = max(16, _power(dv))
     warps = max(1, min(8, whole * dk // 2048))
@@ -157,22 +151,30 @@ def flush_launch(
             return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)), per_sm=1)
         return TileLaunch(block_v=min(32, whole), warps=4, per_sm=4, registers=128)
     if "nvfp4" in formats:
-        return TileLaunch(block_v=whole, warps=warps, per_sm=1)
-    block_v = min(64, whole)
+        return TileLaunch(block_v=whole, warps=warps, per_sm=1, ahead=True, origin=AHEAD)
     large = rows * heads >= 512
-    tiles, per_sm, registers = 1, 6, 168
-    if any(name not in ("fp32", "fp16", "bf16") for name in formats):
+    if set(formats) <= {"fp32", "fp16", "bf16"}:
+        # a warp has the tiles of a head, one after another: no barriers, keys prepared once, and no
+        # row computed in vain where dv is no power of two; of few heads, a tile
+        return TileLaunch(
+            block_v=16,
+            tiles=-(-dv // 16) if large else 1,
+            warps=1,
+            per_sm=8,
+            ahead=set(formats) == {"fp32"},
+            origin=AHEAD if large else "design",
+        )
+    block_v = min(64, whole)
+    tiles, per_sm = 1, 6
+    if large and dv % block_v == 0 and dv > block_v:
         # two tiles of a program share what the rounding to a scaled format holds; one spills
-        if large and dv % block_v == 0 and dv > block_v:
-            tiles, per_sm = dv // block_v, 3
-    elif solves and set(formats) == {"fp32"}:
-        return TileLaunch(block_v=block_v, warps=min(4, warps), per_sm=2, origin=SWEEP)
+        tiles, per_sm = dv // block_v, 3
     return TileLaunch(
         block_v=block_v,
         tiles=tiles,
         warps=min(4, warps),
         per_sm=per_sm,
-        registers=registers,
+        registers=168,
         origin=SWEEP if large else "design",
     )
 

@@ -282,7 +282,6 @@ def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[Til
         dv=shape.dv,
         dk=shape.dk,
         per_channel=shape.per_channel,
-        solves=shape.delta,
     )
     if "nvfp4" in formats:
         tries = [first, replace(first, per_sm=2, registers=128)]

@@ -23,11 +23,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quantlab_kernels.decode_ahead import ask_rows, record_bytes
 from quantlab_kernels.decode_plan import COUNT, ROW, SLOT
 from quantlab_kernels.decode_products import (
     as_operand,
-    codes_per_word,
     fetch_codes,
     fetched_rows,
     matrix_format,
@@ -79,16 +77,13 @@ def replay_step_kernel(
     KEY_RECORD: tl.constexpr,
     WRITTEN_RECORD: tl.constexpr,
     OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
 ):
     """One program per (tile of BLOCK_V state rows of a unit, unit, planned row).
 
     strength: beta of a delta rule, dt of Mamba-2. written: records of u, or of x without a delta
     rule, [slots, L - 1, heads, dv]. columns, weights, factors: of `step_weights_kernel`. SPAN: most
     heads that a tile's rows belong to. WARPS: of the program. OVERLAP: this may have been started
-    before that kernel was done. AHEAD: planned rows between this one and that whose tile it asks
-    for, 0 for none. LINE: bytes that a request brings.
+    before that kernel was done.
     """
     UNIT: tl.constexpr = 1 if PER_CHANNEL else heads // key_heads
     rows: tl.constexpr = UNIT * dv  # of a unit
@@ -153,20 +148,6 @@ def replay_step_kernel(
         elif FORMAT == "nvfp4":
             scale_ptrs = state_scale_ptr + slot * slot_states + head
             scale = tl.load(scale_ptrs, mask=inside, other=0.0)
-        if AHEAD > 0:
-            later = line + AHEAD
-            is_later = later < n_steps
-            later_slot = tl.load(lines_ptr + SLOT * n_rows + later, mask=is_later, other=0)
-            later_count = tl.load(lines_ptr + COUNT * n_rows + later, mask=is_later, other=0)
-            later_slot = later_slot.to(tl.int64)
-            ROW_BYTES: tl.constexpr = 4 * DK // codes_per_word(FORMAT)
-            later_row0 = (later_slot * slot_states + head0) * dv + first
-            ask_rows(codes_ptr, later_row0, inside & is_later, ROW_BYTES, ROW_BYTES, LINE)
-            RECORD: tl.constexpr = record_bytes(WRITTEN_RECORD)
-            later_ptr = written_ptr + head0 * dv + first
-            of_records = age < later_count
-            APART: tl.constexpr = heads * dv * RECORD
-            ask_rows(later_ptr, later_slot * (L - 1), of_records, BLOCK_V * RECORD, APART, LINE)
         if OVERLAP:
             gdc_wait()
         factor_ptrs = factors_ptr + (line * heads + head) * 4

@@ -230,7 +230,7 @@ def windowed_scan_kernel(
         if DELTA:
             record_parts, rest_parts = key_parts(keys, decay, KEY_RECORD, KEY_PARTS, PER_CHANNEL)
             beta = tl.load(beta_ptrs + t * stride_beta_t, mask=live, other=0.0).to(tl.float32)
-            # nothing is taken off the first step: its coefficients, 0, bring those of the others near
+            # nothing is taken off the first step; its coefficients, 0, bring the others near
             beta += tl.load(couple_ptr + (unit * BLOCK_L + step) * BLOCK_L)
             solve_parts = spread_parts(load_square(solve_ptr, unit, BLOCK_L), 3)
         to_end = load_decays(to_end_ptr, unit, dk, channel, BLOCK_L, PER_CHANNEL)

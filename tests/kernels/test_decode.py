@@ -222,20 +222,19 @@ def test_tiles_that_span_heads_behind_records(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "read, cut, tiles",
+    "read, cut, tiles, ahead",
     [
-        ("fp32", StepLaunch(block_v=8, width=16, warps=2, ahead=1), 1),
-        ("fp16", StepLaunch(block_v=64, warps=1), 2),
-        ("fp8", StepLaunch(block_v=32, warps=2, ahead=2, line=32), 2),
-        ("nvfp4", StepLaunch(block_v=16, warps=4), 2),
+        ("fp32", StepLaunch(block_v=8, width=16, warps=2), 1, True),
+        ("fp16", StepLaunch(block_v=64, warps=1), 2, False),
+        ("fp8", StepLaunch(block_v=32, warps=2), 2, True),
+        ("nvfp4", StepLaunch(block_v=16, warps=4), 2, False),
     ],
 )
-def test_every_launch_gives_the_same(read: str, cut: StepLaunch, tiles: int) -> None:
+def test_every_launch_gives_the_same(read: str, cut: StepLaunch, tiles: int, ahead: bool) -> None:
     bench = Bench("gdn", f"{read} / fp32 L=3", lag=1, heads=4, key_heads=2)
     bench.cache.step_cut = cut
-    bench.cache.flush_cut = TileLaunch(
-        block_v=16, tiles=tiles, warps=1, per_sm=1, ahead=cut.ahead > 0, line=cut.line
-    )
+    flush = TileLaunch(block_v=16, tiles=tiles, warps=1, per_sm=1, ahead=ahead)
+    bench.cache.flush_cut = flush
     bench.run(4)
 
 
