@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from quantlab_cli.types import SIZE, columns, echo_json
 
 if TYPE_CHECKING:
     from quantlab.bench.measure import Bench, Row
+    from quantlab.bench.result import Result
 
 REPORTS = Path("reports/performance")
 SELF_TEST = "self-test of the harness: not a measurement"
@@ -30,7 +31,8 @@ def _common(command: Any) -> Any:
         click.option(
             "--out",
             type=click.Path(path_type=Path, dir_okay=False),
-            help="Write the result here.  [default: BENCH.json in the working directory]",
+            help="Write the result here; until it is whole, its rows to FILE.unfinished.  "
+            "[default: BENCH.json in the working directory]",
         ),
         click.option(
             "--quick",
@@ -296,23 +298,28 @@ def _report(
     quick = common["quick"]
     if quick:
         click.echo(SELF_TEST)
+    out = common["out"] or Path(f"{name}.json")
+    # rows so far lie beside the last whole result: a benchmark that is killed loses nothing
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    command = shlex.join(["quantlab", *(ctx.obj or ())])
+    sizes = sizes | {"repeats": bench_.repeats}
+
+    def result_of(rows: Sequence[Row], **state: bool) -> Result:
+        place = str(bench_.device)
+        result = new_result(name, rows, device=place, command=command, sizes=sizes | state)
+        return replace(result, measurement=result.measurement and not quick)
+
+    so_far = result_of([], stopped=True)
     done: list[Row] = []
-    stopped = True
-    try:
-        for row in rows:
-            figures = "  ".join(f"{key} {value:.4g}" for key, value in row.values.items())
-            click.echo(f"{row.name:34s} {figures or f'{row.status}: {row.reason}'}")
-            sys.stdout.flush()
-            done.append(row)
-        stopped = False
-    finally:
-        # an interrupted benchmark keeps its rows: the file says that there should be more
-        command = shlex.join(["quantlab", *(ctx.obj or ())])
-        sizes = sizes | {"repeats": bench_.repeats} | ({"stopped": True} if stopped else {})
-        result = new_result(name, done, device=str(bench_.device), command=command, sizes=sizes)
-        result = replace(result, measurement=result.measurement and not quick)
-        if done:
-            write_result(result, common["out"] or Path(f"{name}.json"))
+    for row in rows:
+        figures = "  ".join(f"{key} {value:.4g}" for key, value in row.values.items())
+        click.echo(f"{row.name:34s} {figures or f'{row.status}: {row.reason}'}")
+        sys.stdout.flush()
+        done.append(row)
+        write_result(replace(so_far, rows=tuple(done)), unfinished)
+    result = result_of(done)
+    write_result(result, out)
+    unfinished.unlink(missing_ok=True)
     if quick:
         click.echo(SELF_TEST)
     echo_json(result.document())

@@ -98,8 +98,8 @@ def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr, FUSED: tl.cons
         bit UNSEEN may be anything, and of sound ones the compiler cannot tell that it is 0.
     """
     good = used == used
-    shift, scaled, inverse = divisor(used, FUSED)
-    y = quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED)
+    shift, minus, inverse = divisor(used, FUSED)
+    y = quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED)
     if FORMAT == "fp8" or FORMAT == "nvfp4":
         if FORMAT == "fp8":
             largest = tl.where(good, E4M3_LARGEST, E4M3_NAN).to(tl.uint32)
@@ -136,8 +136,8 @@ def drawn_elements(
     Returns:
         FP32 [blocks, B]; integers have no -0.
     """
-    shift, scaled, inverse = divisor(used, FUSED)
-    y = quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED)
+    shift, minus, inverse = divisor(used, FUSED)
+    y = quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED)
     if FORMAT == "fp8" or FORMAT == "nvfp4":
         MAN: tl.constexpr = 3 if FORMAT == "fp8" else 1
         LEAST: tl.constexpr = ((-6 if FORMAT == "fp8" else 0) + 127) << 23

@@ -130,8 +130,8 @@ def block_scales(size_bits, state, FORMAT: tl.constexpr, FUSED: tl.constexpr = T
     """Find what `scales_of` does of some of a state's blocks: stored and used scales."""
     amax = size_bits.to(tl.float32, bitcast=True)
     if FORMAT == "nvfp4":
-        shift, scaled, inverse = divisor(state, FUSED)
-        y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, scaled, inverse, FUSED)
+        shift, minus, inverse = divisor(state, FUSED)
+        y = quotient(divide(amax, 1.0 / E2M1_MAX), shift, minus, inverse, FUSED)
         y = tl.minimum(y, E4M3_MAX)
         stored = round_size(y, 3, -6)
     elif FORMAT == "fp8":
@@ -156,10 +156,10 @@ def scaled_elements(blocks, used, FORMAT: tl.constexpr, FUSED: tl.constexpr = Tr
         that have no NaN.
     """
     # a scale that underflowed makes a zero block
-    shift, scaled, inverse = divisor(used, FUSED)
+    shift, minus, inverse = divisor(used, FUSED)
     # NaN in poisoned blocks, and the least of NaN and a limit is the limit (on GPUs and under the
     # interpreter, but for that of Triton 3.6)
-    m = tl.abs(quotient(blocks, shift[:, None], scaled[:, None], inverse[:, None], FUSED))
+    m = tl.abs(quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED))
     good = used == used
     if FORMAT == "nvfp4":
         m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])

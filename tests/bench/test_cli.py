@@ -38,34 +38,28 @@ def test_a_refused_row_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main(["bench", "casts", "--quick", "--out", str(tmp_path / "c.json")]) == 1
 
 
-def test_an_interrupted_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_its_rows_beside_the_last_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = Row(name="copy", values={"tb_per_s": 1.0})
+    out, unfinished = tmp_path / "casts.json", tmp_path / "casts.json.unfinished"
 
     def killed(*_: object, **__: object) -> Iterator[Row]:
         yield row
+        # as if by SIGKILL: what is there by now is all that stays
+        assert read_result(unfinished).rows == (row,)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("quantlab.bench.casts.bench_casts", killed)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    out = tmp_path / "casts.json"
-    assert main(["bench", "casts", "--quick", "--out", str(out)]) == 130
-    assert read_result(out).rows == (row,)
-    assert read_result(out).sizes["stopped"] is True
-
-
-def test_an_interrupted_run_without_rows_leaves_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object, **__: object) -> Iterator[Row]:
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr("quantlab.bench.casts.bench_casts", killed)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    out = tmp_path / "casts.json"
     out.write_text("before")
     assert main(["bench", "casts", "--quick", "--out", str(out)]) == 130
+    assert read_result(unfinished).sizes["stopped"] is True
     assert out.read_text() == "before"
+
+    monkeypatch.setattr("quantlab.bench.casts.bench_casts", lambda *_, **__: iter([row]))
+    assert main(["bench", "casts", "--quick", "--out", str(out)]) == 0
+    assert "stopped" not in read_result(out).sizes and not unfinished.exists()
 
 
 def test_a_cpu_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:

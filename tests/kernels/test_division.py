@@ -34,8 +34,8 @@ def quotient_kernel(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     a = tl.load(a_ptr + i, mask=i < n, other=1.0)
     b = tl.load(b_ptr + i, mask=i < n, other=1.0)
-    shift, scaled, inverse = divisor(b, True)
-    tl.store(out_ptr + i, quotient(a, shift, scaled, inverse, True), mask=i < n)
+    shift, minus, inverse = divisor(b, True)
+    tl.store(out_ptr + i, quotient(a, shift, minus, inverse, True), mask=i < n)
 
 
 def quotients(a: np.ndarray, b: np.ndarray, kernel=division_kernel) -> np.ndarray:
