@@ -7,8 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTED := $(VENV)/.ready-dev
 DEMO_OUT ?= runs/demo
+# Each compiles kernels on a core of its own.
+GPU_WORKERS ?= 8
 
-.PHONY: setup demo test check format test-gpu clean
+.PHONY: setup demo test check format test-gpu sanitize clean
 
 setup: $(TESTED)
 
@@ -43,7 +45,17 @@ format: $(TESTED)
 
 # On a machine with a CUDA device and its own torch and Triton.
 test-gpu:
-	PYTHONPATH=.:kernels:cli $(PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=.:kernels:cli $(PYTHON) -m pytest -q -n $(GPU_WORKERS) -m gpu
+
+# Likewise, with NVIDIA's compute-sanitizer: accesses out of bounds, and races in shared memory.
+# A graph cannot be captured while every allocation goes to the driver.
+sanitize:
+	for tool in memcheck racecheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:kernels:cli \
+	    compute-sanitizer --tool $$tool --target-processes all --error-exitcode 1 \
+	    $(PYTHON) -m pytest -q -m gpu -k 'not 128 and not graph and not smoke' tests/kernels \
+	    || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build *.egg-info

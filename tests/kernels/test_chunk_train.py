@@ -7,20 +7,16 @@ mutants, each a term left out of the backward or of the inverse, move at least o
 gdn-grouped by 10 %.
 """
 
-import os
-
 import pytest
 import torch
 
 from quantlab.models.zoo.scan import sequential_scan
+from tests.kernels.device import DEVICE, MARKS, ON_GPU
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
-from quantlab_kernels.chunk_train import chunk_scan  # noqa: E402
+from quantlab_kernels.chunk_train import chunk_scan  # isort: skip
 
-DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = MARKS
+
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = 2e-2 if ON_GPU else 3e-6
 

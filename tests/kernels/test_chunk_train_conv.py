@@ -1,18 +1,15 @@
 """The training convolution against torch's conv1d, SiLU and norm in FP64: values, gradients."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
-from quantlab_kernels.chunk_train_conv import conv_silu  # noqa: E402
+from tests.kernels.device import DEVICE, MARKS
 
-DEVICE = "cuda" if ON_GPU else "cpu"
+from quantlab_kernels.chunk_train_conv import conv_silu  # isort: skip
+
+pytestmark = MARKS
+
 # Forward sums 4 terms, weight gradients a few hundred, in FP32; a tap off by one is an error of
 # order 1.
 TOLERANCE = 1e-5
