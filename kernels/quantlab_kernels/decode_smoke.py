@@ -40,9 +40,10 @@ from quantlab.analysis.traffic import (
 from quantlab.formats import encode, parse_format
 from quantlab.formats.philox import sr_words
 from quantlab.replay import Policy, StepwiseCache, parse_policy
-from quantlab_kernels.decode import LayerCache, StateStore
+from quantlab_kernels.decode import LayerCache
 from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, flush_launch, step_launch
 from quantlab_kernels.decode_plan import Cursors, Plan, advance
+from quantlab_kernels.decode_store import StateStore
 from quantlab_kernels.decode_trial import Trial
 from quantlab_kernels.smoke import make_inputs, to_device
 

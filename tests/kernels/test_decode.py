@@ -23,7 +23,8 @@ from tests.kernels.device import DEVICE, MARKS, ON_GPU
 from tests.recurrence.sampling import relative, sample_inputs
 from tests.study.fake import make_spec
 
-from quantlab_kernels.decode import LayerCache, StateStore  # isort: skip
+from quantlab_kernels.decode import LayerCache  # isort: skip
+from quantlab_kernels.decode_store import StateStore  # isort: skip
 from quantlab_kernels.decode_launch import StepLaunch, TileLaunch, programs  # isort: skip
 from quantlab_kernels.decode_plan import Cursors, Plan, advance  # isort: skip
 
