@@ -189,7 +189,7 @@ class Coefficients:
         to_end: likewise, from after step i to after step L.
         weights: [R, H, W, B, B] FP32, [.., j, i] as in the module's docstring.
         own: [R, H, W, B] FP32.
-        couple: [R, H, W, B, B] FP32, [.., j, i]; empty without a delta rule.
+        couple: [R, H, W, B, B] FP32, [.., j, i], 0 unless j < i; empty without a delta rule.
         solve: [R, H, W, B, B] FP32, [.., j, i]; empty without a delta rule.
     """
 

@@ -173,8 +173,8 @@ def replay_flush_kernel(
     """Programs walk items (planned row, head, TILES tiles of BLOCK_V rows of dv).
 
     vectors, solves: of `flush_weights_kernel`. WIDTH: four times the elements of a row that a lane
-    fetches at once. WARPS: of the program. AHEAD: whether it asks for its next tile
-    while one is computed.
+    fetches at once. WARPS: of the program. AHEAD: whether it asks for its next tile while one is
+    computed.
     """
     heads_per_key: tl.constexpr = heads // key_heads
     slot_records: tl.constexpr = L - 1
@@ -192,6 +192,7 @@ def replay_flush_kernel(
     STATE_PARTS: tl.constexpr = part_count(FORMAT)
     ROW_BYTES: tl.constexpr = 4 * DK // codes_per_word(FORMAT)
     past_ptr = value_records_ptr if REDERIVE else written_ptr
+    PAST_RECORD: tl.constexpr = KEY_RECORD if REDERIVE else WRITTEN_RECORD
     while item < n_items:
         line = n_steps + item // per_row
         head = item % per_row // parts
@@ -246,7 +247,7 @@ def replay_flush_kernel(
                 strength_ptrs = strength_ptr + row * stride_strength_row
                 strength = tl.load(strength_ptrs + head * stride_strength_head).to(tl.float32)
         if AHEAD:
-            PAST: tl.constexpr = record_bytes(KEY_RECORD if REDERIVE else WRITTEN_RECORD)
+            PAST: tl.constexpr = record_bytes(PAST_RECORD)
             PAST_APART: tl.constexpr = heads * dv * PAST
             PAST_BYTES: tl.constexpr = TILES * BLOCK_V * PAST
             if TILES == 1:
@@ -299,10 +300,7 @@ def replay_flush_kernel(
             of_values = tl.max_contiguous(inner[:, None] + (step * (heads * dv))[None, :], [1, 1])
             of_values += (record * heads + head) * dv + first
             mask = in_v[:, None] & recorded[None, :]
-            if REDERIVE:
-                past = load_record(value_records_ptr + of_values, mask, KEY_RECORD)
-            else:
-                past = load_record(written_ptr + of_values, mask, WRITTEN_RECORD)
+            past = load_record(past_ptr + of_values, mask, PAST_RECORD)
             v_ptrs = v_ptr + row * stride_v_row + head * stride_v_head + value
             v = tl.load(v_ptrs, mask=in_v, other=0.0).to(tl.float32)
 

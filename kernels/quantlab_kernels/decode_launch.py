@@ -4,7 +4,7 @@ Every entry says where it comes from. `origin="design"` is derived from the byte
 counts of reports/decisions/0001-decode-kernels.md and has not been measured; SWEEP is
 reports/performance/launches/decode.json: B = 256 on an H200, the shapes of Qwen3.5-4B,
 Nemotron-3-Super-120B and Nemotron-3-Nano-4B, every case compared with the stepwise cache; AHEAD is
-launches/ahead.json, likewise.
+launches/ahead.json, likewise, where steps that overlap with what the heads share were faster too.
 `python -m quantlab_kernels.decode_smoke` sweeps launches and prints the best of each.
 """
 
@@ -150,9 +150,10 @@ def flush_launch(
             # 32 elements a thread, as the others: 64 need 251 registers
             return TileLaunch(block_v=whole, warps=max(4, min(16, whole * dk // 1024)), per_sm=1)
         return TileLaunch(block_v=min(32, whole), warps=4, per_sm=4, registers=128)
-    if "nvfp4" in formats:
-        return TileLaunch(block_v=whole, warps=warps, per_sm=1, ahead=True, origin=AHEAD)
     large = rows * heads >= 512
+    if "nvfp4" in formats:
+        origin = AHEAD if large else "design"
+        return TileLaunch(block_v=whole, warps=warps, per_sm=1, ahead=True, origin=origin)
     if set(formats) <= {"fp32", "fp16", "bf16"}:
         # a warp has the tiles of a head, one after another: no barriers, keys prepared once, and no
         # row computed in vain where dv is no power of two; of few heads, a tile

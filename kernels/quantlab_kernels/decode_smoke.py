@@ -258,7 +258,7 @@ def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
             replace(first, block_v=32, warps=4, registers=80),
             replace(first, block_v=32, warps=4, registers=64),
             replace(first, block_v=128, warps=8, registers=128),
-            replace(first, overlap=True),
+            replace(first, overlap=not first.overlap),
         ]
     else:
         tries = [
@@ -268,7 +268,7 @@ def launches(shape: LayerShape, fmt: str, batch: int) -> list[StepLaunch]:
             replace(first, block_v=128, warps=4, registers=80),
             replace(first, block_v=64, warps=4),
             replace(first, block_v=64, warps=2),
-            replace(first, overlap=True),
+            replace(first, overlap=not first.overlap),
             replace(first, block_v=128, warps=8),
         ]
     return [c for i, c in enumerate(tries) if c not in tries[:i]]
@@ -285,7 +285,11 @@ def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[Til
         per_channel=shape.per_channel,
     )
     if "nvfp4" in formats:
-        tries = [first, replace(first, per_sm=2, registers=128)]
+        tries = [
+            first,
+            replace(first, per_sm=2, registers=128),
+            replace(first, ahead=not first.ahead),
+        ]
     else:
         tries = [
             first,
@@ -294,6 +298,8 @@ def flushes(shape: LayerShape, formats: tuple[str, str], batch: int) -> list[Til
             replace(first, per_sm=2, registers=None),
             replace(first, per_sm=4, registers=128),
             replace(first, tiles=1),
+            replace(first, ahead=not first.ahead),
+            replace(first, block_v=min(64, max(16, shape.dv)), tiles=1, warps=4, per_sm=2),
         ]
     return [c for i, c in enumerate(tries) if c not in tries[:i]]
 

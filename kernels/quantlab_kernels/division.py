@@ -83,6 +83,13 @@ def divisor(d, FUSED: tl.constexpr):
 
 
 @triton.jit
+def divided(blocks, scales, FUSED: tl.constexpr):
+    """Divide FP32 blocks [blocks, B] by their scales [blocks], as `quotient` does; by 0: 0."""
+    shift, minus, inverse = divisor(scales, FUSED)
+    return quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED)
+
+
+@triton.jit
 def quotient(x, shift, minus, inverse, FUSED: tl.constexpr):
     """Divide FP32 x by a prepared `divisor`, rounded to nearest even; FUSED as there."""
     if INTERPRETED or not FUSED:

@@ -14,7 +14,7 @@ Reference: quantlab.formats.rounding, quantlab.formats.codes.
 import triton
 import triton.language as tl
 
-from quantlab_kernels.division import INTERPRETED, divisor, quotient
+from quantlab_kernels.division import INTERPRETED, divided
 from quantlab_kernels.rounding import (
     FP16_TO_INF_BITS,
     INF_BITS,
@@ -57,6 +57,14 @@ def drawn_quanta(y, per_quantum, words):
 
 
 @triton.jit
+def _binade_quanta(y, words, MAN: tl.constexpr, EMIN: tl.constexpr):
+    """Find the bits of y's binade, 2**EMIN at least, and y rounded in that binade's quanta."""
+    binade = tl.maximum(y.to(tl.int32, bitcast=True) & INF_BITS, (EMIN + 127) << 23)
+    per_quantum = ((MAN + 159) << 23) - binade + (127 << 23)  # in steps, for int32
+    return binade, drawn_quanta(y, per_quantum.to(tl.float32, bitcast=True), words)
+
+
+@triton.jit
 def drawn_sizes(y, words, LARGEST, MAN: tl.constexpr, EMIN: tl.constexpr):
     """Round y to a narrow float and encode its magnitude: exponent field above MAN bits.
 
@@ -72,11 +80,8 @@ def drawn_sizes(y, words, LARGEST, MAN: tl.constexpr, EMIN: tl.constexpr):
     Returns:
         uint32 of y's shape, codes; and what they were before LARGEST and an offset.
     """
-    LEAST: tl.constexpr = (EMIN + 127) << 23
-    BASE: tl.constexpr = LEAST >> (23 - MAN)  # subtracted last, where it costs least
-    binade = tl.maximum(y.to(tl.int32, bitcast=True) & INF_BITS, LEAST)
-    per_quantum = ((MAN + 159) << 23) - binade + (127 << 23)  # in steps, for int32
-    quanta = drawn_quanta(y, per_quantum.to(tl.float32, bitcast=True), words)
+    BASE: tl.constexpr = (EMIN + 127) << MAN  # subtracted last, where it costs least
+    binade, quanta = _binade_quanta(y, words, MAN, EMIN)
     sizes = ((binade >> (23 - MAN)) + tl.abs(quanta)).to(tl.uint32, bitcast=True)
     return tl.minimum(sizes, LARGEST + BASE) - BASE, sizes
 
@@ -98,8 +103,7 @@ def drawn_scaled_codes(blocks, used, words, FORMAT: tl.constexpr, FUSED: tl.cons
         bit UNSEEN may be anything, and of sound ones the compiler cannot tell that it is 0.
     """
     good = used == used
-    shift, minus, inverse = divisor(used, FUSED)
-    y = quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED)
+    y = divided(blocks, used, FUSED)
     if FORMAT == "fp8" or FORMAT == "nvfp4":
         if FORMAT == "fp8":
             largest = tl.where(good, E4M3_LARGEST, E4M3_NAN).to(tl.uint32)
@@ -136,14 +140,11 @@ def drawn_elements(
     Returns:
         FP32 [blocks, B]; integers have no -0.
     """
-    shift, minus, inverse = divisor(used, FUSED)
-    y = quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED)
+    y = divided(blocks, used, FUSED)
     if FORMAT == "fp8" or FORMAT == "nvfp4":
         MAN: tl.constexpr = 3 if FORMAT == "fp8" else 1
-        LEAST: tl.constexpr = ((-6 if FORMAT == "fp8" else 0) + 127) << 23
-        binade = tl.maximum(y.to(tl.int32, bitcast=True) & INF_BITS, LEAST)
-        per_quantum = ((MAN + 159) << 23) - binade + (127 << 23)  # in steps, for int32
-        quanta = drawn_quanta(y, per_quantum.to(tl.float32, bitcast=True), words)
+        EMIN: tl.constexpr = -6 if FORMAT == "fp8" else 0
+        binade, quanta = _binade_quanta(y, words, MAN, EMIN)
         # a number whose last bit stands for 2**-MAN takes up small whole numbers as they are
         MAGIC: tl.constexpr = 1.5 * 2.0 ** (23 - MAN)
         MAGIC_BITS: tl.constexpr = ((150 - MAN) << 23) + (1 << 22)

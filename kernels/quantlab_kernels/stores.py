@@ -17,7 +17,7 @@ import triton.language as tl
 from quantlab.formats import Format
 from quantlab.formats.block_scale import scale_cap
 from quantlab.formats.scale import SCALE_TYPES
-from quantlab_kernels.division import divide, divisor, quotient
+from quantlab_kernels.division import divide, divided, divisor, quotient
 from quantlab_kernels.drawn import drawn_elements, drawn_fp16
 from quantlab_kernels.draws import tile_words
 from quantlab_kernels.rounding import (
@@ -147,6 +147,12 @@ def block_scales(size_bits, state, FORMAT: tl.constexpr, FUSED: tl.constexpr = T
     return stored, used
 
 
+@triton.constexpr_function
+def element_max(name):
+    """Find the largest element of a scaled format."""
+    return {"fp8": 448.0, "nvfp4": 6.0, "int8": 127.0, "int6": 31.0, "int4": 7.0}[name]
+
+
 @triton.jit
 def scaled_elements(blocks, used, FORMAT: tl.constexpr, FUSED: tl.constexpr = True):
     """Round blocks [blocks, B] divided by their scales to the nearest elements, without signs.
@@ -155,26 +161,16 @@ def scaled_elements(blocks, used, FORMAT: tl.constexpr, FUSED: tl.constexpr = Tr
         FP32 magnitudes; in poisoned blocks 480, whose E4M3 code would be NaN's, or 0 for types
         that have no NaN.
     """
-    # a scale that underflowed makes a zero block
-    shift, minus, inverse = divisor(used, FUSED)
-    # NaN in poisoned blocks, and the least of NaN and a limit is the limit (on GPUs and under the
-    # interpreter, but for that of Triton 3.6)
-    m = tl.abs(quotient(blocks, shift[:, None], minus[:, None], inverse[:, None], FUSED))
-    good = used == used
+    # a scale that underflowed makes a zero block; a poisoned one is NaN, and the least of NaN and a
+    # limit is the limit (on GPUs and under the interpreter, but for that of Triton 3.6)
+    m = tl.abs(divided(blocks, used, FUSED))
+    limit = tl.where(used == used, element_max(FORMAT), 480.0 if FORMAT == "fp8" else 0.0)
+    m = tl.minimum(m, limit[:, None])
     if FORMAT == "nvfp4":
-        m = tl.minimum(m, tl.where(good, E2M1_MAX, 0.0)[:, None])
         return round_size(m, 1, 0)
     elif FORMAT == "fp8":
-        m = tl.minimum(m, tl.where(good, E4M3_MAX, 480.0)[:, None])
         return round_size(m, 3, -6)
-    elif FORMAT == "int8":
-        m = tl.minimum(m, tl.where(good, INT8_MAX, 0.0)[:, None])
-        return round_size(m, 7, 7)
-    elif FORMAT == "int6":
-        m = tl.minimum(m, tl.where(good, INT6_MAX, 0.0)[:, None])
-        return round_size(m, 7, 7)
     else:
-        m = tl.minimum(m, tl.where(good, INT4_MAX, 0.0)[:, None])
         return round_size(m, 7, 7)
 
 
@@ -194,16 +190,7 @@ def signed_elements(blocks, used, words, FORMAT: tl.constexpr, SR: tl.constexpr)
     Elements of poisoned blocks are finite and of no meaning: their scales are NaN.
     """
     if SR:
-        if FORMAT == "nvfp4":
-            return drawn_elements(blocks, used, words, FORMAT, True, E2M1_MAX)
-        elif FORMAT == "fp8":
-            return drawn_elements(blocks, used, words, FORMAT, True, E4M3_MAX)
-        elif FORMAT == "int8":
-            return drawn_elements(blocks, used, words, FORMAT, True, INT8_MAX)
-        elif FORMAT == "int6":
-            return drawn_elements(blocks, used, words, FORMAT, True, INT6_MAX)
-        else:
-            return drawn_elements(blocks, used, words, FORMAT, True, INT4_MAX)
+        return drawn_elements(blocks, used, words, FORMAT, True, element_max(FORMAT))
     y = with_sign_of(scaled_elements(blocks, used, FORMAT), blocks)
     if FORMAT == "int8" or FORMAT == "int6" or FORMAT == "int4":
         y += 0.0  # no minus zero
